@@ -1,0 +1,1 @@
+"""The six swappable slots: protocols, registry and one folder a slot."""
