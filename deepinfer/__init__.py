@@ -1,3 +1,58 @@
-"""deepinfer: DeepInfer as a research framework. `import deepinfer as di`."""
+"""deepinfer: DeepInfer as a research framework.
+
+    import deepinfer as di
+    eng = di.Engine.tiny(seed=0)
+    eng.generate("The walk of a token", max_tokens=8)
+
+Every public name is listed in `__init__.pyi`, which editors and type checkers read. At run time a
+name is imported when it is first used, so that `import deepinfer` costs nothing and loads neither
+torch nor any optional package.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+# Public name -> "module" (the name is that module) or "module:attribute".
+_WHERE = {
+    "Completion": "deepinfer.engine.request:Completion",
+    "Completions": "deepinfer.engine.request:Completions",
+    "Engine": "deepinfer.engine.engine:Engine",
+    "EngineConfig": "deepinfer.config:EngineConfig",
+    "ModelConfig": "deepinfer.config:ModelConfig",
+    "SamplingParams": "deepinfer.engine.params:SamplingParams",
+    "Table": "deepinfer.measure.table:Table",
+    "attention": "deepinfer.slots.attention",
+    "check": "deepinfer.slots.conformance:check",
+    "compare": "deepinfer.measure.compare:compare",
+    "experts": "deepinfer.slots.experts",
+    "fmt": "deepinfer.display.notebook:fmt",
+    "grammar": "deepinfer.slots.grammar",
+    "kernels": "deepinfer.kernels",
+    "notebook": "deepinfer.display.notebook:notebook",
+    "replay": "deepinfer.slots.replay",
+    "sampler": "deepinfer.slots.sampler",
+    "verdict": "deepinfer.display.notebook:verdict",
+    "verifier": "deepinfer.slots.verifier",
+}
+
+__all__ = [*sorted(_WHERE), "__version__"]
+
+
+def __getattr__(name: str):
+    where = _WHERE.get(name)
+    if where is None:
+        import difflib
+
+        close = difflib.get_close_matches(name, _WHERE, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"module 'deepinfer' has no attribute {name!r}{hint}")
+    module, _, attribute = where.partition(":")
+    found = importlib.import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})
