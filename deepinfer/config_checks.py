@@ -26,7 +26,8 @@ _WORDS = {
 
 def _refuse(config: Any, key: str, allowed: str) -> None:
     section = getattr(config, "_section", "")
-    name = key if key in _TOP or not section else f"{section}.{key}"
+    top = section == "text_config" and key in _TOP
+    name = key if top else f"{section}.{key}"
     raise ValueError(f"{name}: found {getattr(config, key)!r}; allowed: {allowed}")
 
 
@@ -83,7 +84,7 @@ def _at_least(config: Any, minimum: int, *keys: str) -> None:
     for key in keys:
         value = getattr(config, key)
         if value is not None and value < minimum:
-            _refuse(config, key, f"an integer >= {minimum}")
+            _refuse(config, key, f"{minimum} or more")
 
 
 def _positive(config: Any, *keys: str) -> None:

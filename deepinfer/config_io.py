@@ -20,7 +20,7 @@ MODEL_TYPES = {
 }
 
 _TOP_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "dtype")
-# starred in the released loader: it refuses a file without them
+# read with a default; written only where they differ from it
 _OPTIONAL = {"initializer_range", "use_cache", "index_k_source_layer_ids", "use_fp4_sparse_kv"}
 _OPTIONAL |= {"hc_shifted", "dspark_target_attn_input", "gate_temp"}
 _NOT_TEXT = {*_TOP_FIELDS, "vision", "quantization", "extra"}
@@ -163,11 +163,11 @@ def _refuse_unknown(source: Mapping, known: set[str], section: str) -> None:
         if key in known or key in _HARMLESS:
             continue
         close = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         name = f"{section}.{key}" if section else key
         raise ValueError(
-            f"{name}: unknown key with value {source[key]!r}{hint} Every key may change what the "
-            "model computes, so an unknown one is not ignored; remove it if it changes nothing"
+            f"{name}: unknown key with value {source[key]!r}{hint}; every key may change what the "
+            "model computes, so an unknown one is not ignored: remove it if it changes nothing"
         )
 
 
@@ -194,8 +194,10 @@ def model_to_dict(config: ModelConfig) -> dict[str, Any]:
         *sections, key = path.split("/")
         target = result
         for section in sections:
-            target = target.setdefault(section, {})
-        target[key] = json.loads(value)
+            target = target.get(section) or {}
+        # a repeated key follows the field, which may have been replaced since it was read
+        repeated = sections == ["text_config"] and key in _REPEATED
+        target.setdefault(key, getattr(config, key) if repeated else json.loads(value))
     return result
 
 
