@@ -23,7 +23,7 @@ def watched() -> bool:
         return False
     shell = sys.modules.get("IPython")  # never imported for this
     running = shell.get_ipython() if shell else None
-    if type(running).__name__ == "ZMQInteractiveShell":
+    if hasattr(running, "kernel"):  # a terminal IPython has none
         return True
     return bool(getattr(sys.stderr, "isatty", lambda: False)())
 

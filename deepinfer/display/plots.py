@@ -1,0 +1,70 @@
+"""Drawings with matplotlib, in one palette. matplotlib is imported when something is drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from deepinfer.display.html import PALETTE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MARKERS = "osD^vPX*"  # series differ by shape too, for print and for any kind of sight
+
+
+def axes(ax: "Axes | None" = None) -> "Axes":
+    """`ax`, or the axes of a new figure."""
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "drawing needs matplotlib, which is not installed; pip install 'deepinfer-lab[lab]', "
+            "or take the numbers with .to_csv() or .to_pandas()"
+        ) from error
+    return plt.subplots(layout="constrained")[1]
+
+
+def series(
+    lines: Mapping[str, tuple[Sequence, Sequence]],
+    *,
+    x: str,
+    y: str,
+    by: str | None = None,
+    title: str = "",
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Lines of (xs, ys), or grouped bars where an x is not a number. At most 8 series are drawn.
+
+    lines: one (xs, ys) a series, by name. x, y, by: the labels of the axes and of the legend.
+    Returns the Axes; more than 8 series are cut and the legend says so.
+    """
+    ax = axes(ax)
+    shown = dict(list(lines.items())[: len(PALETTE)])
+    if all(_number(value) for xs, _ in shown.values() for value in xs):
+        for i, (name, (xs, ys)) in enumerate(shown.items()):
+            ax.plot(xs, ys, label=name, color=PALETTE[i], marker=MARKERS[i], markersize=4)
+    else:
+        _bars(ax, shown)
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    if title:
+        ax.set_title(title)
+    ax.spines[["top", "right"]].set_visible(False)
+    if by is not None:
+        cut = f" ({len(shown)} of {len(lines)} shown)" if len(shown) < len(lines) else ""
+        ax.legend(title=by + cut, frameon=False)
+    return ax
+
+
+def _bars(ax: "Axes", lines: Mapping[str, tuple[Sequence, Sequence]]) -> None:
+    names = list(dict.fromkeys(str(value) for xs, _ in lines.values() for value in xs))
+    width = 0.8 / max(1, len(lines))
+    for i, (name, (xs, ys)) in enumerate(lines.items()):
+        places = [names.index(str(value)) + (i - (len(lines) - 1) / 2) * width for value in xs]
+        ax.bar(places, ys, width=width, label=name, color=PALETTE[i])
+    ax.set_xticks(range(len(names)), names)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
