@@ -1,0 +1,1 @@
+"""The runtime: requests, scheduler, batches, steps, commit, the Engine."""
