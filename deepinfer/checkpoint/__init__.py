@@ -1,0 +1,1 @@
+"""Checkpoints in the official layout: names, storage formats, reading, loading and writing."""
