@@ -31,14 +31,16 @@ def fmt(x: object, digits: int = DIGITS) -> str:
 def _float(x: float, digits: int) -> str:
     if not math.isfinite(x):
         return str(x)
-    rounded = float(f"{x:.{digits - 1}e}")
-    if rounded == 0:
+    mantissa, _, exponent = f"{x:.{digits - 1}e}".partition("e")
+    if float(mantissa) == 0:
         return "0"
-    if not 1e-4 <= abs(rounded) < 1e6:
-        mantissa, _, exponent = f"{rounded:.{digits - 1}e}".partition("e")
-        return (mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa) + "e" + exponent
-    places = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
-    text = f"{rounded:.{places}f}"
+    if not -4 <= int(exponent) < 6:
+        return _trimmed(mantissa) + "e" + exponent
+    places = max(0, digits - 1 - int(exponent))
+    return _trimmed(f"{float(mantissa + 'e' + exponent):.{places}f}")
+
+
+def _trimmed(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -18,6 +18,8 @@ def grid(
 
     The first column is always shown. No line ends in blanks.
     """
+    if not columns:
+        return "\n".join(line for line in (title, note) if line)
     cells = [[_short(value) for value in row] for row in [columns, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     fit, used = 0, 0

@@ -14,7 +14,9 @@ def cell(value: object, column: str, row: int) -> Cell:
     Raises TypeError with the column and the row for anything else.
     """
     value = _unpacked(value)
-    for kind in (bool, int, float, str):  # subclasses (enums, str of a library) become plain
+    if isinstance(value, str):
+        return str.__str__(value)  # a subclass, such as an enum's, becomes a plain string
+    for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
     if value is None:

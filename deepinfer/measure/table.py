@@ -1,7 +1,5 @@
 """Table: what every measurement is or holds. Tidy rows, exact export, and where they come from."""
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -113,11 +111,8 @@ class Table:
 
         CSV has no types and no place for provenance: use `to_json` for what is read back.
         """
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self._rows)
-        return _written(out.getvalue(), path)
+        lines = [",".join(_csv(v, len(row)) for v in row) for row in [self.columns, *self._rows]]
+        return _written("".join(line + "\n" for line in lines), path)
 
     def to_json(self, path: "str | Path | None" = None) -> str:
         """JSON that `from_json` reads back equal: types, infinities, NaN, None and provenance."""
@@ -233,6 +228,14 @@ def _check_columns(columns: tuple[str, ...], found: tuple[str, ...]) -> None:
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _csv(value: Cell, width: int) -> str:
+    """One field by RFC 4180; the csv module leaves a lone carriage return unquoted."""
+    text = "" if value is None else str(value)
+    if any(mark in text for mark in ',"\r\n') or (text == "" and width == 1):
+        return '"' + text.replace('"', '""') + '"'
+    return text
 
 
 def _written(text: str, path: "str | Path | None") -> str:

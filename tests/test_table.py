@@ -1,0 +1,201 @@
+"""Table: what it holds comes back equal, what it hides it says."""
+
+import csv
+import enum
+import io
+import math
+import re
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import deepinfer as di
+from deepinfer.display import html
+from deepinfer.display.numbers import fmt, size
+from deepinfer.measure import provenance
+
+cells = st.one_of(
+    st.integers(), st.floats(), st.text(), st.booleans(), st.none(), st.integers(-(2**80), 2**80)
+)
+tables = st.lists(st.text(min_size=1), unique=True, min_size=1, max_size=4).flatmap(
+    lambda names: st.lists(st.fixed_dictionaries({n: cells for n in names}), max_size=5).map(
+        lambda rows: di.Table(rows, names, title="a title", provenance={"seed": 7})
+    )
+)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    return type(a) is type(b) and a == b and str(a) == str(b)  # str: -0.0 is not 0.0
+
+
+@given(tables)
+def test_json_reads_back_equal(table):
+    back = di.Table.from_json(table.to_json())
+    assert back == table
+    assert back.columns == table.columns and back.provenance == table.provenance
+    for row, original in zip(back, table, strict=True):
+        assert all(same(row[name], original[name]) for name in table.columns)
+
+
+@given(tables)
+def test_csv_has_every_row(table):
+    head, *rows = csv.reader(io.StringIO(table.to_csv(), newline=""))
+    assert tuple(head) == table.columns
+    expected = [["" if v is None else str(v) for v in row.values()] for row in table]
+    assert rows == expected
+
+
+def test_equality_tells_types_apart():
+    one, one_float, true = (di.Table([{"x": v}]) for v in (1, 1.0, True))
+    assert one != one_float and one != true and one == di.Table([{"x": 1}])
+    assert di.Table([{"x": math.nan}]) == di.Table([{"x": math.nan}])
+
+
+def test_json_in_a_file_and_what_is_no_table(tmp_path):
+    table = di.Table([{"x": math.inf, "y": "é\n"}])
+    path = tmp_path / "t.json"
+    assert path.write_text(table.to_json(), "utf-8") and di.Table.from_json(path) == table
+    table.to_json(path), table.to_csv(tmp_path / "t.csv")
+    assert di.Table.from_json(path) == table
+    assert (tmp_path / "t.csv").read_text("utf-8") == table.to_csv()
+    with pytest.raises(ValueError, match="not a table"):
+        di.Table.from_json('{"rows": []}')
+
+
+def test_cells_are_plain_values():
+    class Colour(str, enum.Enum):
+        RED = "red"
+
+    row = {"a": np.float32(0.5), "b": torch.tensor(3), "c": np.bool_(True), "d": Colour.RED}
+    assert di.Table([row])[0] == {"a": 0.5, "b": 3, "c": True, "d": "red"}
+    assert [type(v) for v in di.Table([row])[0].values()] == [float, int, bool, str]
+    with pytest.raises(TypeError, match="column 'x', row 1.*list"):
+        di.Table([{"x": 1}, {"x": [1, 2]}])
+
+
+def test_columns_are_those_of_the_rows_or_as_told():
+    table = di.Table([{"b": 1}, {"a": 2}])
+    assert table.columns == ("b", "a") and table["a"] == [None, 2]
+    assert di.Table([{"b": 1}], ["a", "b"]).columns == ("a", "b")
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        di.Table([{"b": 1}], ["a"])
+    with pytest.raises(KeyError, match="no column 'c'.*b, a"):
+        table["c"]
+
+
+def test_selecting_keeps_title_and_provenance():
+    table = di.Table([{"x": i, "even": i % 2 == 0} for i in range(6)], title="t", provenance={"k": 1})
+    even = table.where(even=True)
+    assert even["x"] == [0, 2, 4] and even.title == "t" and even.provenance["k"] == 1
+    assert table.where(lambda row: row["x"] > 4)["x"] == [5]
+    assert table[4:]["x"] == [4, 5] and table[-1]["x"] == 5
+
+
+def test_pandas_has_the_same_values():
+    table = di.Table([{"x": 1, "y": 0.1}, {"x": 2, "y": math.nan}], title="t")
+    frame = table.to_pandas()
+    assert list(frame.columns) == ["x", "y"] and frame["x"].tolist() == [1, 2]
+    assert frame["y"][0] == 0.1 and math.isnan(frame["y"][1]) and frame.attrs["title"] == "t"
+
+
+def test_what_is_hidden_is_said():
+    table = di.Table([{"x": i} for i in range(57)])
+    for shown in (repr(table), table._repr_html_()):
+        assert "37 of 57 rows hidden" in shown
+    assert "hidden" not in repr(table[:20])
+    assert re.search(r"^\s*19$", repr(table), re.M) and not re.search(r"^\s*20$", repr(table), re.M)
+    wide = di.Table([{f"column {i}": "v" * 20 for i in range(12)}])
+    assert "columns not shown for width: column 5" in repr(wide)
+    assert max(len(line) for line in repr(wide).splitlines()[:-1]) <= 110
+    assert repr(di.Table()) == "no rows" and "no rows" in repr(di.Table(columns=["x"]))
+
+
+def test_repr_is_the_same_on_every_machine():
+    """Neither form shows provenance, an address or a time."""
+    table = di.Table([{"x": 1 / 3}], provenance={"secret": "only in exports"})
+    assert "only in exports" in table.to_json()
+    for shown in (repr(table), table._repr_html_()):
+        assert "0.333" in shown and "0.3333" not in shown
+        assert "only in exports" not in shown and "0x" not in shown
+
+
+def test_html_escapes_what_it_is_given():
+    shown = di.Table([{"<b>": "<script>alert('x')</script>"}], title="a & b")._repr_html_()
+    assert "<script" not in shown and "&lt;script&gt;" in shown
+    assert "a &amp; b" in shown and "&lt;b&gt;" in shown
+    assert html.tag("p", "<", html.Html("<i>"), class_="c", title='"') == (
+        '<p class="c" title="&quot;">&lt;<i></p>'
+    )
+
+
+def test_plot_draws_the_rows(monkeypatch):
+    import matplotlib
+
+    matplotlib.use("agg")
+    rows = [{"n": n, "rate": n / 10 + k, "kind": str(k)} for k in (0, 1) for n in (3, 1, 2)]
+    table = di.Table([*rows, {"n": 9, "rate": None, "kind": "0"}], title="t")
+    ax = table.plot("n", "rate", by="kind")
+    assert [line.get_label() for line in ax.lines] == ["0", "1"]
+    assert ax.lines[0].get_xdata().tolist() == [1, 2, 3]  # in order of x; None is left out
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), [1.1, 1.2, 1.3])
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("n", "rate", "t")
+    assert ax.lines[0].get_color() == html.PALETTE[0]
+    assert table.plot("n", "rate", by="kind", ax=ax) is ax
+    bars = table.plot("kind", "rate")
+    assert [t.get_text() for t in bars.get_xticklabels()] == ["0", "1"] and len(bars.patches) == 6
+    many = di.Table([{"x": 1, "y": i, "g": i} for i in range(11)]).plot("x", "y", by="g")
+    assert len(many.lines) == 8 and "8 of 11 shown" in many.get_legend().get_title().get_text()
+    matplotlib.pyplot.close("all")
+
+
+def test_provenance_names_no_machine():
+    import getpass
+    import socket
+
+    facts = di.Table(provenance={"seed": 3, "weights": "ab12"}).provenance
+    assert {"version", "commit", "torch", "python", "device", "threads"} <= set(facts)
+    assert facts["seed"] == 3 and facts["threads"] == torch.get_num_threads()
+    text = str(facts)
+    assert "/" not in text.replace("+changes", "") and socket.gethostname() not in text
+    assert getpass.getuser() not in text or getpass.getuser() in di.__version__
+    assert facts["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", facts["commit"])
+
+
+def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
+    """A venv inside somebody's repository must not report that repository's commit."""
+    (tmp_path / ".git").mkdir()
+    place = tmp_path / "lib" / "deepinfer" / "measure" / "provenance.py"
+    monkeypatch.setattr(provenance, "__file__", str(place))
+    assert provenance.commit.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(0.123456, "0.123"), (1234.5, "1230"), (999.6, "1000"), (0.0, "0"), (-0.0, "0"), (7, "7")]
+    + [(1e6, "1e+06"), (9.996e-5, "0.0001"), (2.5e-7, "2.5e-07"), (math.nan, "nan"), (True, "True")]
+    + [(-math.inf, "-inf"), (None, "None"), ([1, 2.0004], "[1, 2]"), (12345678, "12345678")]
+    + [(torch.tensor(0.1), "0.1"), (np.array([1.5, 2.0]), "[1.5, 2]"), ("text", "text")],
+)
+def test_fmt(x, text):
+    assert fmt(x) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_fmt_keeps_three_digits(x):
+    assert math.isclose(float(fmt(x)), x, rel_tol=0.00501, abs_tol=1e-320) or abs(x) > 1.79e308
+
+
+def test_sizes():
+    assert [size(n) for n in (0, 999, 1000, 7_200_000_000)] == ["0 B", "999 B", "1 kB", "7.2 GB"]
+
+
+def test_verdict(capsys):
+    di.verdict(torch.tensor(True), "a claim")
+    assert capsys.readouterr().out == "ok: a claim\n"
+    with pytest.raises(AssertionError, match="does not hold: a claim"):
+        di.verdict(np.bool_(False), "a claim")
