@@ -1,0 +1,213 @@
+"""How the n-gram memory names its rows: token compression, multipliers, primes and offsets.
+
+Nothing here is stored in a checkpoint. It follows from the tokenizer and five numbers of the
+config, and is checked against the stored table sizes before a table is used (V4.1 technical report,
+Engram; the constants reproduce the released tables' row counts). Ids are tokens, rows are rows of
+one layer's table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from deepinfer.config import ModelConfig
+
+__all__ = [
+    "EngramHash",
+    "compression_map",
+    "hash_multipliers",
+    "hash_primes",
+    "table_rows",
+]
+
+_LONE_SPACE = "\ue000"  # private-use character: keeps a lone space from being stripped
+_REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not text by themselves
+_SEED = 10007  # of the released multiplier generator, times the layer id
+
+
+def compression_map(tokenizer: Any) -> torch.Tensor:
+    """Class of every token id, "v" int64: spellings that differ in case, accents or spaces share one.
+
+    `tokenizer` is a `tokenizers.Tokenizer`. A token's key is its decoded text normalised (NFKC, NFD,
+    no accents, lower case, spaces collapsed and stripped; a lone space stays), its text when that
+    leaves nothing, or its raw spelling when its bytes are not text. Classes are numbered in the
+    order in which their keys first appear.
+    """
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    texts = tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False)
+    simplify = _normaliser()
+    classes: dict[str, int] = {}
+    found = np.empty(size, dtype=np.int64)
+    for token, text in enumerate(texts):
+        if _REPLACEMENT in text:
+            key = tokenizer.id_to_token(token)
+        else:
+            key = simplify(text) or text
+        found[token] = classes.setdefault(key, len(classes))
+    return torch.from_numpy(found)
+
+
+def _normaliser():
+    from tokenizers import Regex, normalizers
+
+    steps = [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex("[ \t\r\n]+"), " "),
+        normalizers.Replace(Regex("^ $"), _LONE_SPACE),
+        normalizers.Strip(),
+        normalizers.Replace(_LONE_SPACE, " "),
+    ]
+    return normalizers.Sequence(steps).normalize_str
+
+
+def hash_multipliers(layer: int, compressed_vocab_size: int, max_ngram: int) -> list[int]:
+    """Odd multipliers, one per n-gram place, small enough that id * multiplier fits in int64.
+
+    >>> hash_multipliers(1, 99092, 4)[0]
+    76632096046245
+    """
+    bound = max(1, (2**63 - 1) // compressed_vocab_size // 2)
+    drawn = np.random.default_rng(_SEED * layer).integers(0, bound, size=max_ngram, dtype=np.int64)
+    return [int(value) * 2 + 1 for value in drawn]
+
+
+def hash_primes(config: ModelConfig) -> dict[int, list[list[int]]]:
+    """{layer: primes by n-gram size and head}: consecutive primes from engram_vocab_size up, never
+    reused, handed out by layer, then n-gram size, then head."""
+    candidate = config.engram_vocab_size - 1
+    found: dict[int, list[list[int]]] = {}
+    for layer in config.engram_layer_ids:
+        found[layer] = []
+        for _ in range(config.engram_max_ngram_size - 1):
+            heads = []
+            for _ in range(config.engram_n_heads):
+                candidate = _next_prime(candidate)
+                heads.append(candidate)
+            found[layer].append(heads)
+    return found
+
+
+def _next_prime(number: int) -> int:
+    number += 1
+    while not _is_prime(number):
+        number += 1
+    return number
+
+
+def _is_prime(number: int) -> bool:
+    if number < 4 or number % 2 == 0:
+        return number in (2, 3)
+    divisor = 3
+    while divisor * divisor <= number:
+        if number % divisor == 0:
+            return False
+        divisor += 2
+    return True
+
+
+def table_rows(config: ModelConfig) -> dict[int, int]:
+    """{layer: rows its table must have}, the sum of its primes."""
+    return {layer: sum(map(sum, primes)) for layer, primes in hash_primes(config).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class EngramHash:
+    """The hash of one model: `token_map` "v", the pad's class, and the constants of each layer.
+
+    multipliers[layer] "n", primes[layer] "n-1 h", offsets[layer] "(n-1)*h", all int64: the
+    arguments of the op `engram_hash`.
+    """
+
+    token_map: torch.Tensor
+    pad: int
+    multipliers: dict[int, torch.Tensor]
+    primes: dict[int, torch.Tensor]
+    offsets: dict[int, torch.Tensor]
+
+    @classmethod
+    def from_tokenizer(cls, config: ModelConfig, tokenizer: Any) -> EngramHash:
+        """From a `tokenizers.Tokenizer`; ValueError when it is not the model's own."""
+        return cls.from_map(config, compression_map(tokenizer))
+
+    @classmethod
+    def from_map(cls, config: ModelConfig, token_map: torch.Tensor) -> EngramHash:
+        """From an explicit token -> class map "v". ValueError when map, config and table sizes do
+        not belong together: every row would then be another n-gram's."""
+        check_map(config, token_map)
+        check_rows(config)
+        size, ngram = config.engram_compressed_vocab_size, config.engram_max_ngram_size
+        primes = {layer: torch.tensor(rows) for layer, rows in hash_primes(config).items()}
+        multipliers = {
+            layer: torch.tensor(hash_multipliers(layer, size, ngram)) for layer in primes
+        }
+        offsets = {layer: p.flatten().cumsum(0) - p.flatten() for layer, p in primes.items()}
+        pad = int(token_map[config.engram_pad_token_id])
+        return cls(token_map.to(torch.int64), pad, multipliers, primes, offsets)
+
+    def to(self, device: torch.device | str) -> EngramHash:
+        """The same constants on another device."""
+        parts = (self.multipliers, self.primes, self.offsets)
+        moved = [{layer: t.to(device) for layer, t in part.items()} for part in parts]
+        return EngramHash(self.token_map.to(device), self.pad, *moved)
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """ValueError for ids outside the tokenizer: a negative id would index the map from its
+        end. Reads a value back from the device: for the host side of a request."""
+        size = self.token_map.shape[0]
+        wrong = (ids < 0) | (ids >= size)
+        if bool(wrong.any()):
+            found = int(ids[wrong].flatten()[0])
+            raise ValueError(f"token id {found}: the tokenizer has ids 0..{size - 1}")
+
+    def columns(
+        self, ids: torch.Tensor, lookback: torch.Tensor, dead: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compressed ids of each row and the tokens before it, "t n" int64.
+
+        ids "t"; lookback "t n-1", nearest first, -1 for none or a dead token; dead "t" bool: rows
+        of an image span. From the first missing or dead token on, a row's places hold the pad: an
+        n-gram never reaches across one.
+        """
+        if dead is not None:
+            ids = torch.where(dead, -1, ids)
+        tokens = torch.cat([ids.unsqueeze(1), lookback], dim=1)
+        gone = (tokens < 0).cummax(dim=1).values
+        return torch.where(gone, self.pad, self.token_map[tokens.clamp(min=0)])
+
+
+def check_map(config: ModelConfig, token_map: torch.Tensor) -> None:
+    """ValueError unless the map has engram_compressed_vocab_size classes, numbered without gaps,
+    and covers the vocabulary."""
+    classes = int(token_map.max()) + 1 if token_map.numel() else 0
+    if classes != config.engram_compressed_vocab_size or int(token_map.min()) < 0:
+        raise ValueError(
+            f"the tokenizer compresses to {classes} classes of spelling, and the config's "
+            f"engram_compressed_vocab_size is {config.engram_compressed_vocab_size}: this is not "
+            "the tokenizer that the n-gram tables were made with; use the tokenizer.json that came "
+            "with the checkpoint"
+        )
+    if token_map.shape[0] < config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {token_map.shape[0]} tokens and the model vocab_size "
+            f"{config.vocab_size}: the ids behind the tokenizer's have no class of spelling"
+        )
+
+
+def check_rows(config: ModelConfig) -> None:
+    """ValueError unless engram_num_embeddings are the sums of the primes of their layers."""
+    expected = tuple(table_rows(config).values())
+    if config.engram_num_embeddings != expected:
+        raise ValueError(
+            f"text_config.engram_num_embeddings: found {list(config.engram_num_embeddings)}; the "
+            f"primes from engram_vocab_size {config.engram_vocab_size} up give {list(expected)} "
+            f"rows for layers {list(config.engram_layer_ids)}; the hash would read other n-grams' "
+            "rows, so one of these keys is wrong"
+        )
