@@ -1,0 +1,46 @@
+"""The mixing weights of manifold-constrained hyper-connections in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer.kernels.numerics import acc_dtype
+
+
+def mhc_mix(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    iters: int,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mixing weights of one sub-layer, from the streams of its rows.
+
+    streams "t m d", fn "m(2+m) m*d", base "m(2+m)", scale "3" -> pre "t m", post "t m",
+    comb "t m m" (row = input stream, column = output stream), in the accumulation dtype.
+    pre collapses the streams for the NEXT sub-layer, post and comb expand this one's output.
+    comb is made doubly stochastic by `iters` Sinkhorn rounds; the softmax is the first row step,
+    and the last step is a column step (V4.1 released reference).
+    """
+    t, m, _ = streams.shape
+    v = streams.flatten(1).to(acc_dtype(streams))
+    fn, base, scale = fn.to(v.dtype), base.to(v.dtype), scale.to(v.dtype)
+    # Project first, then scale by the RMS of all streams together.
+    z = (v @ fn.T) * torch.rsqrt(v.square().mean(-1, keepdim=True) + norm_eps)
+    pre = torch.sigmoid(z[:, :m] * scale[0] + base[:m]) + hc_eps
+    post = 2 * torch.sigmoid(z[:, m : 2 * m] * scale[1] + base[m : 2 * m])
+    comb = (z[:, 2 * m :] * scale[2] + base[2 * m :]).view(t, m, m)
+    return pre, post, sinkhorn(comb, iters, hc_eps)
+
+
+def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
+    """Logits "t m m" -> positive matrices whose rows and columns sum to about 1."""
+    comb = torch.softmax(logits, dim=-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
