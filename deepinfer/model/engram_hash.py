@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
 __all__ = [
-    "EngramHash",
-    "compression_map",
+    "HashConstants",
+    "check_ids",
+    "check_map",
+    "check_rows",
+    "hash_constants",
     "hash_multipliers",
     "hash_primes",
     "table_rows",
+    "token_map",
 ]
 
 _LONE_SPACE = "\ue000"  # private-use character: keeps a lone space from being stripped
@@ -30,7 +34,7 @@ _REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not text by t
 _SEED = 10007  # of the released multiplier generator, times the layer id
 
 
-def compression_map(tokenizer: Any) -> torch.Tensor:
+def token_map(tokenizer: Any) -> torch.Tensor:
     """Class of every token id, "v" int64: spellings that differ in case, accents or spaces share one.
 
     `tokenizer` is a `tokenizers.Tokenizer`. A token's key is its decoded text normalised (NFKC, NFD,
@@ -118,85 +122,48 @@ def table_rows(config: ModelConfig) -> dict[int, int]:
     return {layer: sum(map(sum, primes)) for layer, primes in hash_primes(config).items()}
 
 
-@dataclass(frozen=True, eq=False)
-class EngramHash:
-    """The hash of one model: `token_map` "v", the pad's class, and the constants of each layer.
+@dataclass(frozen=True)
+class HashConstants:
+    """The arguments of the op `engram_hash` for one layer, as int64 arrays: multipliers "n", primes
+    "n-1 h", offsets "(n-1)*h"."""
 
-    multipliers[layer] "n", primes[layer] "n-1 h", offsets[layer] "(n-1)*h", all int64: the
-    arguments of the op `engram_hash`.
-    """
-
-    token_map: torch.Tensor
-    pad: int
-    multipliers: dict[int, torch.Tensor]
-    primes: dict[int, torch.Tensor]
-    offsets: dict[int, torch.Tensor]
-
-    @classmethod
-    def from_tokenizer(cls, config: ModelConfig, tokenizer: Any) -> EngramHash:
-        """From a `tokenizers.Tokenizer`; ValueError when it is not the model's own."""
-        return cls.from_map(config, compression_map(tokenizer))
-
-    @classmethod
-    def from_map(cls, config: ModelConfig, token_map: torch.Tensor) -> EngramHash:
-        """From an explicit token -> class map "v". ValueError when map, config and table sizes do
-        not belong together: every row would then be another n-gram's."""
-        check_map(config, token_map)
-        check_rows(config)
-        size, ngram = config.engram_compressed_vocab_size, config.engram_max_ngram_size
-        primes = {layer: torch.tensor(rows) for layer, rows in hash_primes(config).items()}
-        multipliers = {
-            layer: torch.tensor(hash_multipliers(layer, size, ngram)) for layer in primes
-        }
-        offsets = {layer: p.flatten().cumsum(0) - p.flatten() for layer, p in primes.items()}
-        pad = int(token_map[config.engram_pad_token_id])
-        return cls(token_map.to(torch.int64), pad, multipliers, primes, offsets)
-
-    def to(self, device: torch.device | str) -> EngramHash:
-        """The same constants on another device."""
-        parts = (self.multipliers, self.primes, self.offsets)
-        moved = [{layer: t.to(device) for layer, t in part.items()} for part in parts]
-        return EngramHash(self.token_map.to(device), self.pad, *moved)
-
-    def check_ids(self, ids: torch.Tensor) -> None:
-        """ValueError for ids outside the tokenizer: a negative id would index the map from its
-        end. Reads a value back from the device: for the host side of a request."""
-        size = self.token_map.shape[0]
-        wrong = (ids < 0) | (ids >= size)
-        if bool(wrong.any()):
-            found = int(ids[wrong].flatten()[0])
-            raise ValueError(f"token id {found}: the tokenizer has ids 0..{size - 1}")
-
-    def columns(
-        self, ids: torch.Tensor, lookback: torch.Tensor, dead: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Compressed ids of each row and the tokens before it, "t n" int64.
-
-        ids "t"; lookback "t n-1", nearest first, -1 for none or a dead token; dead "t" bool: rows
-        of an image span. From the first missing or dead token on, a row's places hold the pad: an
-        n-gram never reaches across one.
-        """
-        if dead is not None:
-            ids = torch.where(dead, -1, ids)
-        tokens = torch.cat([ids.unsqueeze(1), lookback], dim=1)
-        gone = (tokens < 0).cummax(dim=1).values
-        return torch.where(gone, self.pad, self.token_map[tokens.clamp(min=0)])
+    multipliers: np.ndarray
+    primes: np.ndarray
+    offsets: np.ndarray
 
 
-def check_map(config: ModelConfig, token_map: torch.Tensor) -> None:
-    """ValueError unless the map has engram_compressed_vocab_size classes, numbered without gaps,
+def hash_constants(config: ModelConfig, layer: int) -> HashConstants:
+    """The constants of one Engram layer. Offsets put its tables, one per prime, behind each other."""
+    primes = np.array(hash_primes(config)[layer], dtype=np.int64)
+    size, ngram = config.engram_compressed_vocab_size, config.engram_max_ngram_size
+    multipliers = np.array(hash_multipliers(layer, size, ngram), dtype=np.int64)
+    return HashConstants(multipliers, primes, primes.cumsum() - primes.flatten())
+
+
+def check_ids(ids: torch.Tensor, token_map: torch.Tensor) -> None:
+    """ValueError for ids outside the tokenizer: a negative id would index the map from its end.
+    Reads a value back from the device, so it belongs to the host side of a request."""
+    size = token_map.shape[0]
+    wrong = (ids < 0) | (ids >= size)
+    if bool(wrong.any()):
+        found = int(ids[wrong].flatten()[0])
+        raise ValueError(f"token id {found}: the tokenizer has ids 0..{size - 1}")
+
+
+def check_map(config: ModelConfig, classes: torch.Tensor) -> None:
+    """ValueError unless a token map "v" has engram_compressed_vocab_size classes, numbered without gaps,
     and covers the vocabulary."""
-    classes = int(token_map.max()) + 1 if token_map.numel() else 0
-    if classes != config.engram_compressed_vocab_size or int(token_map.min()) < 0:
+    count = int(classes.max()) + 1 if classes.numel() else 0
+    if count != config.engram_compressed_vocab_size or int(classes.min()) < 0:
         raise ValueError(
-            f"the tokenizer compresses to {classes} classes of spelling, and the config's "
+            f"the tokenizer compresses to {count} classes of spelling, and the config's "
             f"engram_compressed_vocab_size is {config.engram_compressed_vocab_size}: this is not "
             "the tokenizer that the n-gram tables were made with; use the tokenizer.json that came "
             "with the checkpoint"
         )
-    if token_map.shape[0] < config.vocab_size:
+    if classes.shape[0] < config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {token_map.shape[0]} tokens and the model vocab_size "
+            f"the tokenizer has {classes.shape[0]} tokens and the model vocab_size "
             f"{config.vocab_size}: the ids behind the tokenizer's have no class of spelling"
         )
 

@@ -187,11 +187,11 @@ class KVSpec:
 @dataclass(frozen=True, slots=True)
 class AttnPlan:
     """Shared by every layer with the same row sets. window_ids: [t, w] places in the window
-    Records (-1 none); positions: [t] of the queries; visible: ratio -> [t] entries each row may see;
+    Records (-1 none); queries: the rows that look; visible: ratio -> [t] entries each row may see;
     reach: ratio -> host-known upper bound of visible."""
 
     window_ids: Tensor
-    positions: Tensor
+    queries: RowSet
     visible: dict[int, Tensor] = field(default_factory=dict)
     reach: dict[int, int] = field(default_factory=dict)
 

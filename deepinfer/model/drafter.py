@@ -1,0 +1,146 @@
+"""DSpark: three window-only blocks that propose a block of tokens in one pass.
+
+    context   c_p = main_norm(main_proj(f_p)), f_p = the stream means of the target layers at p;
+              each draft layer keeps wkv_i(c_p) of the last positions in its own ring
+    block     inputs [g, noise, noise, ...] at positions a+1.., g = the last emitted token (at a+1);
+              every row sees the context positions a-W+1 .. a and ALL rows of the block
+    tokens    base_k = head(norm(h_k)); logits_k = base_k + markov.head(markov.embed[prev]);
+              conf_k = sigmoid(w . [h_k ; markov.embed[prev]]) with h_k before the norm
+Row k predicts position a+2+k. Drafts are drawn with the key of the position they predict, the same
+key the target uses there, so that equal laws give equal tokens.
+"""
+
+from __future__ import annotations
+
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer.cache.layer_kv import ring_places
+from deepinfer.config import ModelConfig
+from deepinfer.model import mhc
+from deepinfer.model.attention_layer import store
+from deepinfer.model.context import ForwardContext
+from deepinfer.model.layers import Linear, Norm, Weight
+from deepinfer.model.stack import Layer, Model
+from deepinfer.slots.protocols import AttnPlan, Draft, RowKeys, RowParams, Rows, RowSet, Sampler
+
+
+class Holder(nn.Module):
+    """A name in the official layout with weights below it."""
+
+
+class DraftLayer(Layer):
+    """mtp.i: a backbone block; the first also has the feature projection, the last the heads."""
+
+    def __init__(self, config: ModelConfig, i: int) -> None:
+        c = config
+        super().__init__(c, c.num_hidden_layers + i, draft=True)
+        if i == 0:
+            self.main_proj = Linear(len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, rounded=True)
+            self.main_norm = Norm(c.hidden_size)
+        if i == c.num_nextn_predict_layers - 1:
+            self.norm = Norm(c.hidden_size)
+            self.markov_head = Holder()
+            self.markov_head.embed = Weight(c.vocab_size, c.dspark_markov_rank)
+            self.markov_head.head = Linear(c.dspark_markov_rank, c.vocab_size)
+            self.confidence_head = Holder()
+            self.confidence_head.proj = Linear(c.hidden_size + c.dspark_markov_rank, 1)
+
+
+class Drafter:
+    """The drafter over a Model's mtp blocks (no weights of its own; embedding and head are shared)."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = [model]  # in a list: a module attribute would make the modules own each other
+
+    @property
+    def model(self) -> Model:
+        return self._model[0]
+
+    def context_keys(self, features: Tensor, keys: RowSet, ctx: ForwardContext) -> list[Tensor]:
+        """[t, d] window key of every draft layer at the rows' positions, before rounding."""
+        first = self.model.mtp[0]
+        context = first.main_norm(first.main_proj(features, ctx), ctx)
+        cos, sin = ctx.angles(keys, False, context.dtype)
+        return [layer.attn.window_key(context, cos, sin, ctx) for layer in self.model.mtp]
+
+    def remember(self, rows: Rows, ctx: ForwardContext) -> None:
+        """Write the drafter's context of the step's rows (later-rejected ones too: they are
+        overwritten by position). Raises ValueError when a target layer gave no features."""
+        targets = self.model.config.dspark_target_layer_ids
+        if len(rows.features) != len(targets):
+            raise ValueError(
+                f"the drafter reads layers {list(targets)}, but {len(rows.features)} of them gave features"
+            )
+        features = ctx.see("features", torch.cat(rows.features, -1), rows.set)
+        for layer, key in zip(self.model.mtp, self.context_keys(features, rows.set, ctx)):
+            ring = ctx.cache.windows[layer.layer]
+            fmt = ctx.attention.kv_spec(ctx.config, layer.layer).window_format
+            store(ring, ctx.window_writes(layer.layer, rows.set), key, ctx.round(key, fmt))
+
+    def block_rows(self, tokens: Tensor, positions: Tensor, n: int) -> Rows:
+        """Rows of the draft blocks: [b*n] rows, token g then noise, at positions, positions+1, ..."""
+        c, b, device = self.model.config, tokens.shape[0], tokens.device
+        ids = torch.full((b, n), c.dspark_noise_token_id, dtype=torch.long, device=device)
+        ids[:, 0] = tokens
+        at = positions[:, None] + torch.arange(n, device=device)
+        first = torch.arange(b, device=device) * n
+        seq = torch.arange(b, device=device).repeat_interleave(n)
+        rows = RowSet(at.flatten(), seq, first, positions)
+        streams = self.model.embed_rows(ids.flatten())
+        lookback = torch.full((b * n, c.engram_max_ngram_size - 1), -1, dtype=torch.long, device=device)
+        return Rows(rows, streams, mhc.first_pre(b * n, c.hc_mult, streams), ids.flatten(), lookback)
+
+    def block_plan(self, rows: RowSet, positions: Tensor, n: int, ctx: ForwardContext) -> AttnPlan:
+        """Every row of a block sees the W context positions before it and the whole block."""
+        device, b = positions.device, positions.shape[0]
+        width = min(self.model.config.sliding_window, max(ctx.batch.reach, 1))
+        context = positions[:, None] - torch.arange(width, 0, -1, device=device)
+        stored = ctx.cache.windows[self.model.mtp[0].layer].count if ctx.batch.has_history else 0
+        own = stored + rows.first[:, None] + torch.arange(n, device=device)
+        floor = ctx.floor(self.model.mtp[0].layer)
+        lowest = 0 if floor is None else floor[:, None].clamp(min=0)
+        held = ring_places(ctx.batch.state[:, None], context, ctx.cache.ring)
+        held = held.masked_fill(context < lowest, -1)
+        places = torch.cat([held, own], 1)
+        return AttnPlan(places.repeat_interleave(n, 0), rows)
+
+    def states(self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """(h [b, n, d] collapsed residual, base logits [b, n, v]) of the draft blocks.
+
+        tokens [b]: the last emitted token, at `positions` [b]; ctx.batch: its state ids and floors.
+        """
+        rows = self.block_rows(tokens, positions, n)
+        plan = self.block_plan(rows.set, positions, n, ctx)
+        for layer in self.model.mtp:
+            rows = layer(rows, ctx, plan=plan)
+        h = ctx.ops.mhc_collapse(rows.streams, rows.pre)
+        acc = torch.promote_types(h.dtype, torch.float32)
+        base = self.model.head(self.model.mtp[-1].norm(h, ctx), ctx, acc)
+        b = tokens.shape[0]
+        return h.view(b, n, -1), ctx.see("mtp.base", base, rows.set).view(b, n, -1)
+
+    def propose(
+        self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext,
+        sampler: Sampler, params: RowParams, keys: RowKeys, keep_dists: bool = False,
+    ) -> Draft:
+        """Draft n tokens a sequence. keys: of the first draft's output position."""
+        h, base = self.states(tokens, positions, n, ctx)
+        last, dists, out, confidence, logprobs = self.model.mtp[-1], [], [], [], []
+        previous = tokens
+        for k in range(n):
+            markov = last.markov_head.embed.weight[previous]
+            logits = base[:, k] + last.markov_head.head(markov, ctx, base.dtype)
+            dist = sampler.distribution(logits, params)
+            drawn = sampler.draw(dist, keys.later(k))
+            score = last.confidence_head.proj(torch.cat([h[:, k], markov], -1), ctx, base.dtype)
+            confidence.append(score[:, 0].clamp(-60, 60).sigmoid())
+            logprobs.append(drawn.logprobs)
+            previous = drawn.tokens
+            out.append(previous)
+            dists.append(dist)
+        return Draft(
+            torch.stack(out, 1), torch.stack(confidence, 1), torch.stack(logprobs, 1),
+            tuple(dists) if keep_dists else (),
+        )
