@@ -9,14 +9,14 @@ import torch
 from deepinfer.kernels import formats
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layout:
     """How one record of `dim` features is stored.
 
     format: "float" (the row itself, in the storage's dtype) or a packed format of uint8 bytes.
-    token_interleaved: packed records are [data | scales] each; False: per block of `block` records
-        the data of all, then the scales of all (index keys in the released cache). A mix-up of the
-        two gives plausible numbers, which is why the layout says it.
+    token_interleaved: packed records are [data | scales] each; False (planar): per block of `block`
+        records the data of all, then the scales of all, as the released index-key cache. A mix-up
+        of the two gives plausible numbers, which is why the layout says it.
     """
 
     format: str
@@ -25,12 +25,12 @@ class Layout:
     block: int = 1
 
     def __post_init__(self) -> None:
-        if self.format != "float":
+        if self.packed:
             formats.packed_bytes(self.format, self.dim)  # refuses unknown names and bad dims
         elif not self.token_interleaved:
             raise ValueError("a float layout has no scales, so it is always token interleaved")
-        if self.block < 1:
-            raise ValueError(f"block={self.block} records a block; it must be at least 1")
+        if self.block < 1 or (self.token_interleaved and self.block != 1):
+            raise ValueError(f"block={self.block}: at least 1, and 1 where token_interleaved")
 
     @property
     def packed(self) -> bool:
@@ -43,76 +43,91 @@ class Layout:
             raise ValueError("a float record has dim * itemsize bytes of its storage's dtype")
         return formats.packed_bytes(self.format, self.dim)
 
+    @property
+    def width(self) -> int:
+        """Length of the storage's second axis."""
+        return self.block * self.bytes_per_record if self.packed else self.dim
+
     def empty(self, count: int, dtype: torch.dtype, device=None) -> torch.Tensor:
-        """Zeroed storage for `count` records; record 0 is reserved and stays zero."""
-        if self.packed:
-            return torch.zeros(count, self.bytes_per_record, dtype=torch.uint8, device=device)
-        return torch.zeros(count, self.dim, dtype=dtype, device=device)
+        """Zeroed storage for at least `count` records; record 0 is reserved and stays zero.
+        dtype is that of a float layout."""
+        dtype = torch.uint8 if self.packed else dtype
+        return torch.zeros(-(-count // self.block), self.width, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Records:
     """Keys of one source: ids 0..n-1 are stored records, n..n+t-1 the step's own rows, -1 none.
 
-    stored: "n d" float, or "n bytes" uint8 for a packed layout. Record 0 is reserved: it takes the
-        writes that go nowhere and is kept zero.
-    own: "t d" float, already rounded as they are stored; None: the step has none.
+    stored: "n d" float, "n bytes" uint8 for a packed layout, "n/block block*bytes" for a planar
+        one, or None (no history, n = 0). Record 0 is reserved: writes that go nowhere land there,
+        and it is kept zero.
+    own: "t d" float, already rounded as it is stored; None: the step has none.
     """
 
-    stored: torch.Tensor
+    stored: torch.Tensor | None
     own: torch.Tensor | None
     layout: Layout
 
     def __post_init__(self) -> None:
-        width = self.layout.bytes_per_record if self.layout.packed else self.layout.dim
-        if self.stored.ndim != 2 or self.stored.shape[1] != width or not len(self.stored):
-            raise ValueError(
-                f"stored has shape {tuple(self.stored.shape)}; {self.layout} wants (n, {width}) "
-                "with n >= 1 (record 0 is reserved)"
-            )
-        if self.layout.packed != (self.stored.dtype == torch.uint8):
-            raise TypeError(f"stored has dtype {self.stored.dtype}, which {self.layout} is not")
-        if self.own is not None and self.own.shape[1:] != (self.layout.dim,):
-            raise ValueError(
-                f"own rows have shape {tuple(self.own.shape)}; expected (t, {self.layout.dim})"
-            )
+        stored, own, layout = self.stored, self.own, self.layout
+        if stored is not None:
+            if stored.ndim != 2 or stored.shape[1] != layout.width or not stored.shape[0]:
+                raise ValueError(
+                    f"stored has shape {tuple(stored.shape)}; {layout} wants (n, {layout.width}) "
+                    "with n >= 1, because record 0 is reserved"
+                )
+            if layout.packed != (stored.dtype == torch.uint8):
+                raise TypeError(f"stored has dtype {stored.dtype}, which does not fit {layout}")
+        if own is not None and own.shape[1:] != (layout.dim,):
+            raise ValueError(f"own has shape {tuple(own.shape)}; expected (t, {layout.dim})")
 
     @property
     def count(self) -> int:
         """Number of stored records: own row i has id count + i."""
-        return self.stored.shape[0]
+        return 0 if self.stored is None else self.stored.shape[0] * self.layout.block
 
     def gather(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Rows `ids "..."` -> "... d", zeros where the id is -1, in dtype (default: that of own,
         else of a float storage, else float32)."""
         dtype = dtype or self._dtype()
-        there = ids >= 0
-        rows = self._read(torch.where(ids < self.count, ids, 0).clamp(min=0), dtype)
-        if self.own is not None and len(self.own):
-            mine = ids >= self.count
-            own = self.own.to(dtype)[torch.where(mine, ids - self.count, 0)]
-            rows = torch.where(mine.unsqueeze(-1), own, rows)
-        return torch.where(there.unsqueeze(-1), rows, 0)
+        count, own = self.count, self.own
+        has_own = own is not None and own.shape[0] > 0
+        if not has_own and not count:
+            return torch.zeros(*ids.shape, self.layout.dim, dtype=dtype, device=ids.device)
+        there = (ids >= 0).unsqueeze(-1)
+        if not has_own:
+            return torch.where(there, self._read(ids.clamp(min=0), dtype), 0)
+        mine = own.to(dtype)[(ids - count).clamp(min=0)]
+        if not count:
+            return torch.where(there, mine, 0)
+        history = self._read(torch.where(ids < count, ids, 0).clamp(min=0), dtype)
+        rows = torch.where((ids >= count).unsqueeze(-1), mine, history)
+        return torch.where(there, rows, 0)
 
     def write(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store rows "m d" as records `ids "m"`, in place; a negative id writes nowhere."""
-        rows = torch.where((ids >= 0).unsqueeze(-1), rows.detach(), 0)
-        ids = ids.clamp(min=0)
+        """Store rows "m d" as records `ids "m"`, in place and without a gradient; a negative id
+        writes nowhere. Two rows must not name the same record."""
+        if self.stored is None:
+            raise ValueError("these records have no storage, so nothing can be written to them")
+        # Without boolean indexing, whose shape depends on values: what goes nowhere is zeroed and
+        # all of it lands in record 0.
+        there = (ids > 0).unsqueeze(-1)
+        places = ids.clamp(min=0)
         if not self.layout.packed:
-            self.stored[ids] = rows.to(self.stored.dtype)
+            self.stored[places] = torch.where(there, rows.detach(), 0).to(self.stored.dtype)
             return
-        record = formats.encode(rows, self.layout.format)
-        # Negative ids all meet in record 0, whose bytes are zero in every layout.
-        record = torch.where((ids > 0).unsqueeze(-1), record, 0)
+        record = torch.where(there, formats.encode(rows.detach(), self.layout.format), 0)
         if self.layout.token_interleaved:
-            self.stored[ids] = record
+            self.stored[places] = record
         else:
-            self.stored.view(-1)[self._places(ids)] = record
+            self.stored.view(-1)[self._bytes(places)] = record
 
     def _dtype(self) -> torch.dtype:
         if self.own is not None:
             return self.own.dtype
-        return torch.float32 if self.layout.packed else self.stored.dtype
+        floats = self.stored is not None and not self.layout.packed
+        return self.stored.dtype if floats else torch.float32
 
     def _read(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self.layout.packed:
@@ -120,18 +135,18 @@ class Records:
         if self.layout.token_interleaved:
             record = self.stored[ids]
         else:
-            record = self.stored.view(-1)[self._places(ids)]
+            record = self.stored.view(-1)[self._bytes(ids)]
         return formats.decode(record, self.layout.format, self.layout.dim, dtype)
 
-    def _places(self, ids: torch.Tensor) -> torch.Tensor:
-        """Byte addresses "... bytes" of planar records: in each block the data of all its records,
-        then the scales of all. The last block may be short."""
-        f, dim, block = formats.FORMATS[self.layout.format], self.layout.dim, self.layout.block
-        data, total = dim * f.bits // 8, self.layout.bytes_per_record
-        first = ids // block * block
-        held = (self.count - first).clamp(max=block).unsqueeze(-1)
-        place = (ids - first).unsqueeze(-1)
+    def _bytes(self, ids: torch.Tensor) -> torch.Tensor:
+        """Addresses "... bytes" of planar records: in each block the data of all its records, then
+        the scales of all."""
+        layout = self.layout
+        data = layout.dim * formats.FORMATS[layout.format].bits // 8
+        total = layout.bytes_per_record
         byte = torch.arange(total, device=ids.device)
+        place = (ids % layout.block).unsqueeze(-1)
         in_data = place * data + byte
-        in_scales = held * data + place * (total - data) + (byte - data)
-        return first.unsqueeze(-1) * total + torch.where(byte < data, in_data, in_scales)
+        in_scales = layout.block * data + place * (total - data) + (byte - data)
+        inside = torch.where(byte < data, in_data, in_scales)
+        return (ids // layout.block * layout.width).unsqueeze(-1) + inside
