@@ -122,7 +122,7 @@ def table_rows(config: ModelConfig) -> dict[int, int]:
     return {layer: sum(map(sum, primes)) for layer, primes in hash_primes(config).items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HashConstants:
     """The arguments of the op `engram_hash` for one layer, as int64 arrays: multipliers "n", primes
     "n-1 h", offsets "(n-1)*h"."""
@@ -151,8 +151,8 @@ def check_ids(ids: torch.Tensor, token_map: torch.Tensor) -> None:
 
 
 def check_map(config: ModelConfig, classes: torch.Tensor) -> None:
-    """ValueError unless a token map "v" has engram_compressed_vocab_size classes, numbered without gaps,
-    and covers the vocabulary."""
+    """ValueError unless a token map "v" has engram_compressed_vocab_size classes, numbered without
+    gaps, and covers the vocabulary."""
     count = int(classes.max()) + 1 if classes.numel() else 0
     if count != config.engram_compressed_vocab_size or int(classes.min()) < 0:
         raise ValueError(
