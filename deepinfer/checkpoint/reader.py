@@ -1,0 +1,315 @@
+"""Reading a checkpoint folder in the official layout: everything is checked before it is used.
+
+`Checkpoint.open` reads config, tokenizer, index and the headers of all shards, and refuses what
+does not fit: no payload byte has been read by then. `read` maps a tensor from its file when asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, Iterable
+
+import torch
+from torch import Tensor
+
+from deepinfer.checkpoint import names
+from deepinfer.checkpoint.header import CheckpointError, Entry, read_header
+from deepinfer.checkpoint.names import Stored, Weight, scale_name
+from deepinfer.config import ModelConfig
+from deepinfer.config_io import read_json
+from deepinfer.kernels.quantised import Quantised
+from deepinfer.model import engram_hash
+
+__all__ = ["Checkpoint", "CheckpointError"]
+
+INDEX = "model.safetensors.index.json"
+_FLOATS = ("BF16", "F32")  # either is read for a float weight; both widen exactly
+_KINDS = {"fp8": "fp8", "table": "fp8", "fp4": "fp4"}
+
+
+class Checkpoint:
+    """An opened checkpoint.
+
+    config: ModelConfig; path: its folder; tokenizer_path: its tokenizer.json or None; entries:
+    {name: Entry} of the tensors that are read; unread: those of the image tower; weights:
+    {name: Weight}; token_map: "v" int64 classes for the n-gram memory, or None without one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        entries: dict[str, Entry],
+        unread: dict[str, Entry],
+        token_map: Tensor | None,
+    ):
+        self.path = path
+        self.config = config
+        self.entries = entries
+        self.unread = unread
+        self.token_map = token_map
+        self.weights = {w.name: w for w in names.weights(config) if not names.is_unread(w.name)}
+        self._open_files: dict[Path, Any] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike) -> Checkpoint:
+        """Open and check a folder. CheckpointError names file, tensor and remedy."""
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: not a folder; a checkpoint is a folder with config.json, tokenizer.json "
+                "and *.safetensors files"
+            )
+        try:
+            config = ModelConfig.from_file(path)
+            engram_hash.check_rows(config)
+        except (ValueError, FileNotFoundError) as error:
+            raise CheckpointError(_with_file(error, path / "config.json")) from None
+        found = _entries(path)
+        entries = {name: entry for name, entry in found.items() if not names.is_unread(name)}
+        _check_against(config, entries, path)
+        unread = {name: entry for name, entry in found.items() if name not in entries}
+        return cls(path, config, entries, unread, _token_map(config, path))
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The folder's tokenizer.json, None when it has none."""
+        file = self.path / "tokenizer.json"
+        return file if file.is_file() else None
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Payload bytes on disk by component."""
+        total: Counter[str] = Counter()
+        for weight in self.weights.values():
+            for stored in weight.stored():
+                total[weight.component] += self.entries[stored.name].nbytes
+        if self.unread:
+            total["vision"] += sum(entry.nbytes for entry in self.unread.values())
+        return dict(total)
+
+    # -- payload -----------------------------------------------------------------------------
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor | Quantised:
+        """One weight by its official name (without `model.`).
+
+        dtype None: as stored, a float tensor or a Quantised; otherwise a tensor of that dtype. The
+        data is mapped from the file, not copied, where no conversion is needed. KeyError for an
+        unknown name, CheckpointError for values that are not finite.
+        """
+        weight = self._weight(name)
+        if weight.storage not in _KINDS:
+            value = self._tensor(name)
+            if not bool(torch.isfinite(value).all()):
+                raise self._damaged(name, "holds NaN or infinity")
+            return value if dtype is None else value.to(dtype)
+        value = self._quantised(weight, self._tensor(name), self._tensor(scale_name(name)))
+        return value if dtype is None else value.dequantise(dtype)
+
+    def read_experts(
+        self,
+        prefix: str,
+        matrix: str,
+        dtype: torch.dtype | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> Tensor | Quantised:
+        """The routed experts' matrices of a layer, stacked "e n k".
+
+        prefix: `layers.3.ffn.experts`; matrix: `w1`, `w2` or `w3`; experts: their ids (all).
+        """
+        if experts is None:
+            found = (names.stacked_name(name) for name in self.weights)
+            experts = sorted(pair[1] for pair in found if pair and pair[0] == f"{prefix}.{matrix}")
+        parts = [f"{prefix}.{expert}.{matrix}.weight" for expert in experts]
+        if not parts:
+            raise KeyError(f"{prefix}.*.{matrix}.weight: the checkpoint has no such experts")
+        first = self._weight(parts[0])
+        if first.storage not in _KINDS or dtype is not None:
+            return self._stack(first.shape, dtype, parts)
+        data = torch.stack([self._tensor(part) for part in parts])
+        scales = [self._tensor(scale_name(part)).view(torch.uint8) for part in parts]
+        return self._quantised(first, data, torch.stack(scales))
+
+    def _stack(self, shape, dtype: torch.dtype | None, parts: list[str]) -> Tensor:
+        stacked = None
+        for place, part in enumerate(parts):
+            value = self.read(part, dtype)
+            if stacked is None:
+                stacked = torch.empty(len(parts), *shape, dtype=value.dtype)
+            stacked[place] = value
+        return stacked
+
+    def _quantised(self, weight: Weight, data: Tensor, scale: Tensor) -> Quantised:
+        kind = _KINDS[weight.storage]
+        # a table is only looked into row by row: scanning 98 GB here would read it all
+        if weight.storage == "fp8" and bool(((data.view(torch.uint8) & 127) == 127).any()):
+            raise self._damaged(weight.name, "holds E4M3 codes that are NaN")
+        try:
+            return Quantised(data, scale, kind)
+        except ValueError as error:
+            raise self._damaged(scale_name(weight.name), str(error)) from None
+
+    def _damaged(self, name: str, what: str) -> CheckpointError:
+        file = self.entries[name].file
+        return CheckpointError(f"{file}: tensor {name} {what}; download the file again")
+
+    def _weight(self, name: str) -> Weight:
+        if name not in self.weights:
+            raise KeyError(f"{name}: the checkpoint at {self.path} has no weight of this name")
+        return self.weights[name]
+
+    def _tensor(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        if entry.file not in self._open_files:
+            from safetensors import safe_open
+
+            self._open_files[entry.file] = safe_open(str(entry.file), "pt")
+        return self._open_files[entry.file].get_tensor(entry.stored_name)
+
+    def __repr__(self) -> str:
+        size = sum(self.nbytes.values())
+        return f"Checkpoint({str(self.path)!r}, {len(self.entries)} tensors, {size:,} bytes)"
+
+
+# -- checks by header -----------------------------------------------------------------------------
+
+
+def _with_file(error: Exception, file: Path) -> str:
+    text = str(error)
+    return text if text.startswith(str(file)) else f"{file}: {text}"
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """Every tensor of the folder by its name, checked against the index where there is one."""
+    index = path / INDEX
+    if index.is_file():
+        return _indexed(path, index)
+    shards = sorted(path.glob("*.safetensors"))
+    if len(shards) != 1:
+        raise CheckpointError(
+            f"{path}: has {len(shards)} *.safetensors files and no {INDEX}; without an index "
+            "exactly one file is expected: download the index"
+        )
+    return _unique(read_header(shards[0]), {})
+
+
+def _indexed(path: Path, index: Path) -> dict[str, Entry]:
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except ValueError as error:
+        raise CheckpointError(f"{index}: {error}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map of tensor names to files")
+    shards = sorted(set(map(str, weight_map.values())))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index}: names the file {shard!r}; expected a plain file name")
+    found: dict[str, Entry] = {}
+    for shard in shards:
+        for entry in read_header(path / shard):
+            listed = weight_map.get(entry.stored_name)
+            if listed != shard:
+                place = "does not list it" if listed is None else f"places it in {listed}"
+                raise CheckpointError(
+                    f"{entry.file}: holds tensor {entry.stored_name}, but {INDEX} {place}; shards "
+                    "and index are of different downloads: fetch them together"
+                )
+            _unique([entry], found)
+    held = {entry.stored_name for entry in found.values()}
+    for name, shard in weight_map.items():
+        if name not in held:
+            raise CheckpointError(
+                f"{path / shard}: lacks tensor {name}, which {INDEX} places in it; shards and "
+                "index are of different downloads: fetch them together"
+            )
+    return found
+
+
+def _unique(entries: list[Entry], found: dict[str, Entry]) -> dict[str, Entry]:
+    for entry in entries:
+        other = found.setdefault(entry.name, entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"{entry.file}: tensor {entry.stored_name} is also stored as {other.stored_name} "
+                f"in {other.file.name}; keep one of them"
+            )
+    return found
+
+
+def _check_against(config: ModelConfig, entries: dict[str, Entry], path: Path) -> None:
+    """Names, dtypes and shapes against the config; the first difference is refused."""
+    expected = {s.name: s for s in names.tensors(config) if not names.is_unread(s.name)}
+    unknown = [entry for name, entry in entries.items() if name not in expected]
+    if unknown:
+        raise CheckpointError(_unknown_text(unknown, config))
+    missing = [stored for name, stored in expected.items() if name not in entries]
+    if missing:
+        raise CheckpointError(_missing_text(missing, path))
+    for name, stored in expected.items():
+        _check_entry(entries[name], stored, config)
+
+
+def _unknown_text(unknown: list[Entry], config: ModelConfig) -> str:
+    entry = unknown[0]
+    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+    reason = "config.json describes no such tensor"
+    if entry.name.endswith(".scale") and config.quantization is None:
+        reason = "config.json has no quantization_config, so nothing has a scale"
+    return (
+        f"{entry.file}: unknown tensor {entry.stored_name}{more}: {reason}; nothing is ignored, "
+        "so use the config.json that came with these files"
+    )
+
+
+def _missing_text(missing: list[Stored], path: Path) -> str:
+    first = missing[0]
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    scale = f", the scale of {first.weight}" if first.name != first.weight else ""
+    return (
+        f"{path}: tensor {first.name}{scale} is missing{more}; the model would run with a hole: "
+        "download the checkpoint again, or use the config.json that came with it"
+    )
+
+
+def _check_entry(entry: Entry, stored: Stored, config: ModelConfig) -> None:
+    allowed = _FLOATS if stored.dtype in _FLOATS else (stored.dtype,)
+    where = f"{entry.file}: tensor {entry.stored_name}"
+    if entry.dtype not in allowed:
+        quantised = "has" if config.quantization else "has no"
+        raise CheckpointError(
+            f"{where} has dtype {entry.dtype}; expected {' or '.join(allowed)} (config.json "
+            f"{quantised} quantization_config); convert it, or use the config.json that came with it"
+        )
+    if entry.shape == stored.shape:
+        return
+    hint = "use the config.json that came with it"
+    if stored.dtype == "F8_E8M0":
+        hint = f"a scale of {stored.weight} covers a block of {names.BLOCK}: other blocks are not read"
+    elif ".engram.embed." in entry.name:
+        hint = "its rows must be the sum of the hash's primes, or it answers for other n-grams"
+    raise CheckpointError(
+        f"{where} has shape {list(entry.shape)}; expected {list(stored.shape)}; {hint}"
+    )
+
+
+def _token_map(config: ModelConfig, path: Path) -> Tensor | None:
+    """The classes of the tokenizer's tokens, checked against the config."""
+    if not config.engram_layer_ids:
+        return None
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: not found; the n-gram memory's rows are named by the tokenizer, so the "
+            "model can't be used without its own tokenizer.json"
+        )
+    from tokenizers import Tokenizer
+
+    try:
+        read_json(file)
+        classes = engram_hash.token_map(Tokenizer.from_file(str(file)))
+        engram_hash.check_map(config, classes)
+    except Exception as error:  # tokenizers raises bare Exception for what it can't parse
+        raise CheckpointError(f"{file}: {error}") from None
+    return classes
