@@ -5,6 +5,8 @@ guard in tests/test_notebooks.py fails when another nbval is installed, so that 
 """
 
 import os
+import time
+from queue import Empty
 
 os.environ["IPYKERNEL_CELL_NAME"] = "<cell>"  # warnings name a path with the process id otherwise
 os.environ["DI_DISPLAY"] = "test"  # no progress bars; changes what is shown, never a result
@@ -23,7 +25,25 @@ def _execute(self, cell_input, allow_stdin=None):
     )
 
 
+_get_message = nbval.kernel.RunningKernel.get_message
+
+
+def _get_message_of_the_living(self, stream, timeout=None):
+    """As nbval's, but a kernel that died is told at once, not after the whole cell timeout."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = 1.0 if end is None else max(0.0, min(1.0, end - time.monotonic()))
+        try:
+            return _get_message(self, stream, timeout=left)
+        except Empty:
+            if not self.is_alive():
+                raise RuntimeError("the kernel died: out of memory, a crash, or an exit") from None
+            if end is not None and time.monotonic() >= end:
+                raise
+
+
 nbval.kernel.RunningKernel.execute_cell_input = _execute
+nbval.kernel.RunningKernel.get_message = _get_message_of_the_living
 
 
 def pytest_collectstart(collector):
