@@ -10,7 +10,8 @@ import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
-GREEDY_BELOW = 1e-5  # the released engine's: a lower temperature takes the most likely token
+from deepinfer.rng import GREEDY_BELOW
+
 LARGEST_TOP_K = 2**31 - 1
 
 # Names that other engines have, and what to do here instead.

@@ -57,8 +57,8 @@ class AttentionLayer(nn.Module):
         if layer in c.index_source_layer_ids:
             self.indexer = Indexer(c, keys=self.is_source)
 
-    def info(self, config: ModelConfig, name: str) -> LayerInfo:
-        c = config
+    def info(self, name: str, ctx: ForwardContext) -> LayerInfo:
+        c = ctx.config
         role = "window" if self.ratio == 0 else "reuse"
         if hasattr(self, "indexer"):
             role = "full" if self.is_source else "reindex"
@@ -71,6 +71,7 @@ class AttentionLayer(nn.Module):
             scale=c.head_dim**-0.5,
             sink=self.attn_sink,
             top_k=c.index_topk,
+            ops=ctx.ops,
             candidate_source=self.layer == c.candidate_source_layer_id,
             candidate_blocks=c.candidate_topk_blocks,
             candidate_block_size=c.candidate_block_size,
@@ -156,7 +157,7 @@ class AttentionLayer(nn.Module):
         qa = self.q_norm(self.wq_a(x, ctx), ctx)
         q = self.wq_b(qa, ctx).view(-1, self.heads, ctx.config.head_dim)
         q = ctx.ops.rope(q, cos, sin)
-        info = self.info(ctx.config, name)
+        info = self.info(name, ctx)
         if info.role in ("full", "reindex"):
             rows = self._select(x, qa, cos, sin, rows, kv, info, shared, ctx)
         selected = rows.selected if self.ratio > 0 else None

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from deepinfer.config import RopeScaling
+
 
 def yarn_range(theta: float, dims: int, original: int, beta_fast: float, beta_slow: float) -> tuple[int, int]:
     """First and last dimension of the YaRN ramp; (15, 25) for the released compressed layers."""
@@ -22,17 +24,16 @@ def yarn_range(theta: float, dims: int, original: int, beta_fast: float, beta_sl
     return max(math.floor(turns(beta_fast)), 0), min(math.ceil(turns(beta_slow)), dims - 1)
 
 
-def frequencies(theta: float, dims: int, scaling: dict | None, dtype: torch.dtype) -> Tensor:
+def frequencies(theta: float, dims: int, scaling: RopeScaling | None, dtype: torch.dtype) -> Tensor:
     """[dims/2] angular frequencies; `scaling` is the config's rope_scaling, None = plain."""
     i = torch.arange(0, dims, 2, dtype=dtype)
     f = 1.0 / (theta ** (i / dims))
     if scaling is None:
         return f
-    low, high = yarn_range(
-        theta, dims, scaling["original_max_position_embeddings"], scaling["beta_fast"], scaling["beta_slow"]
-    )
+    original = scaling.original_max_position_embeddings
+    low, high = yarn_range(theta, dims, original, scaling.beta_fast, scaling.beta_slow)
     ramp = ((torch.arange(dims // 2, dtype=dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return f * (1 - ramp) + (f / scaling["factor"]) * ramp
+    return f * (1 - ramp) + (f / scaling.factor) * ramp
 
 
 def angles(positions: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,8 @@ class LayerInfo:
     """What an attention variant is told about a layer; `name` is 'layers.7' or 'mtp.0'.
 
     role: 'window' (no compressed entries), 'full' (owns KV and index), 'reindex' (own picks from
-    another layer's keys), 'reuse' (the picks of the last index source). sink: [h], scale: of q.k.
+    another layer's keys), 'reuse' (the picks of the last index source). sink: [h], scale: of q.k;
+    ops: the kernels of this step.
     """
 
     name: str
@@ -167,6 +168,7 @@ class LayerInfo:
     scale: float
     sink: Tensor
     top_k: int
+    ops: Ops
     candidate_source: bool = False
     candidate_blocks: int = 0
     candidate_block_size: int = 0
@@ -501,7 +503,6 @@ class EngineInfo:
     config: ModelConfig
     device: Any
     dtype: Any
-    ops: Ops
     max_num_seqs: int
     seed: int = 0
     cost: Any = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from deepinfer.slots.attention import register
 from deepinfer.slots.protocols import (
     AttnPlan, Batch, EngineInfo, IndexQuery, KVSpec, LayerInfo, RowSet, Selected,
 )
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
 
+@register("csa2")
 @dataclass(eq=False)
 class CSA2:
     """topk: entries picked a row (None = the config's index_topk)."""
@@ -46,7 +48,7 @@ class CSA2:
 
     def start(self, info: EngineInfo) -> CSA2:
         own = copy.copy(self)
-        own._ops, own._config = info.ops, info.config
+        own._config = info.config
         return own
 
     def kv_spec(self, config: ModelConfig, layer: int) -> KVSpec:
@@ -80,21 +82,21 @@ class CSA2:
         k = min(self.topk or layer.top_k, n)
         if k == n and not publishes and candidates is None:
             return Selected(everything(hidden))
-        scores = self._ops.index_scores(
+        scores = layer.ops.index_scores(
             index.query, index.weights, kv.index_key_rows(n), plan.queries.owner, plan.queries.segments
         ).masked_fill(hidden, -torch.inf)
         if publishes:
             size = layer.candidate_block_size
-            candidates = self._ops.candidate_blocks(scores, visible, size, layer.candidate_blocks)
+            candidates = layer.ops.candidate_blocks(scores, visible, size, layer.candidate_blocks)
         elif candidates is not None:
             scores = scores.masked_fill(outside(candidates, n, layer.candidate_block_size), -torch.inf)
-        return Selected(self._ops.topk(scores, k), candidates)
+        return Selected(layer.ops.topk(scores, k), candidates)
 
     def attend(
         self, layer: LayerInfo, q: Tensor, kv: LayerKV, selected: Selected | None, plan: AttnPlan
     ) -> Tensor:
         entries, ids = (None, None) if selected is None else (kv.entries, selected.places)
-        return self._ops.sparse_attend(
+        return layer.ops.sparse_attend(
             q, kv.window, plan.window_ids, entries, ids, layer.sink, layer.scale
         )
 

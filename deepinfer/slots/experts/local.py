@@ -8,9 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from deepinfer.slots.experts import register
 from deepinfer.slots.protocols import EngineInfo, ExpertLayer, Routing, Rows
 
 
+@register("local")
 @dataclass(eq=False)
 class Local:
     """Router and experts of one device, nothing dispatched."""

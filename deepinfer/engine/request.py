@@ -1,0 +1,164 @@
+"""Requests while they live in the engine, and what comes back: Completion and Completions.
+
+    waiting -> running -> finished ('stop' | 'length' | 'abort' | 'error')
+A bad request costs that request only: it finishes with an error and its batch mates go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Iterator
+
+from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.protocols import ReplayPlan
+
+if TYPE_CHECKING:
+    from deepinfer.measure.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStep:
+    """Where an output token came from: engine step, row within the sequence's rows of that step, and
+    whether a draft put it there ('draft') or the target's own draw ended the step ('target')."""
+
+    step: int
+    row: int
+    source: str
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence. computed: positions whose keys are stored and valid; tokens: prompt + output."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    plan: ReplayPlan | None = None
+    state: str = "waiting"
+    finish_reason: str | None = None
+    error: Exception | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    steps: list[TokenStep] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    slot: int = 0
+    computed: int = 0
+    draft: Any = None
+    grammar: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.state == "finished"
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop-1 of prompt + output."""
+        n = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(start - n, 0) : max(stop - n, 0)]
+
+    def finish(self, reason: str, error: Exception | None = None) -> None:
+        self.state, self.finish_reason, self.error = "finished", reason, error
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt. text and token_ids are the output alone; logprobs[i] is the model's
+    log-probability (temperature 1, after masks) of token i; steps[i] says where it came from.
+    error is set, and finish_reason 'error', where the request failed; what it had emitted stays."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[float, ...]
+    steps: tuple[TokenStep, ...]
+    error: Exception | None = None
+    top_logprobs: tuple[dict[int, float], ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Output tokens that a draft put there."""
+        return sum(s.source == "draft" for s in self.steps)
+
+    def table(self) -> Table:
+        """One row per output token: position, id, text, logprob, step, row, source."""
+        from deepinfer.measure.table import Table
+
+        return Table(
+            [
+                dict(position=i, id=t, text=p, logprob=lp, step=s.step, row=s.row, source=s.source)
+                for i, (t, p, lp, s) in enumerate(
+                    zip(self.token_ids, self.pieces, self.logprobs, self.steps)
+                )
+            ]
+        )
+
+    def __repr__(self) -> str:
+        from deepinfer.display.completion import completion_text
+
+        return completion_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.completion import completion_html
+
+        return completion_html(self)
+
+
+class Completions(list[Completion]):
+    """What `generate` returns: out[i] belongs to input i, whatever happened to it."""
+
+    def raise_for_errors(self) -> Completions:
+        """Raise the first error (naming the item and how many failed); else return self."""
+        failed = [c for c in self if c.error is not None]
+        if failed:
+            first = failed[0]
+            raise RuntimeError(
+                f"{len(failed)} of {len(self)} requests failed; the first is item {first.index}: {first.error}"
+            ) from first.error
+        return self
+
+    def table(self) -> Table:
+        """One row per item: index, prompt and output lengths, finish reason, mean logprob, error, text."""
+        from deepinfer.measure.table import Table
+
+        return Table([_summary(c) for c in self])
+
+    def __iter__(self) -> Iterator[Completion]:
+        return super().__iter__()
+
+    def __repr__(self) -> str:
+        from deepinfer.display.completion import completions_text
+
+        return completions_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.completion import completions_html
+
+        return completions_html(self)
+
+
+def _summary(c: Completion) -> dict:
+    n = len(c.token_ids)
+    return dict(
+        index=c.index,
+        prompt_tokens=len(c.prompt_token_ids),
+        tokens=n,
+        finish_reason=c.finish_reason,
+        mean_logprob=sum(c.logprobs) / n if n else None,
+        accepted_drafts=c.accepted_drafts,
+        error=None if c.error is None else str(c.error),
+        text=c.text,
+    )

@@ -1,0 +1,175 @@
+"""What one engine owns: its copies of the slots, its cache, pools, scheduler and counters.
+
+Made at the first step and freed by close(), so that an engine costs nothing until it runs and two
+engines over the same weights share nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepinfer import kernels
+from deepinfer.cache.kv_cache import CacheSize, KVCache
+from deepinfer.cache.pages import Pool
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.engine.scheduler import Scheduler
+from deepinfer.kernels.registry import Ops
+from deepinfer.model.context import ForwardContext, Tap
+from deepinfer.model.stack import Model
+from deepinfer.slots import registry
+from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo
+
+DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes an engine runs with, after defaults. Lengths in tokens."""
+
+    model_len: int
+    seqs: int
+    rows: int
+    page_size: int
+    pages: int
+    lookahead: int
+
+    @property
+    def backtracking(self) -> int:
+        """How far back a ring must still hold keys: one step's drafts and its anchor row."""
+        return self.lookahead + 1
+
+    @staticmethod
+    def of(settings: EngineConfig, config: ModelConfig, max_draft: int) -> Limits:
+        """Raises ValueError naming the setting that does not fit the model."""
+        model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, config.max_position_embeddings)
+        if model_len > config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={model_len} is more than the model's {config.max_position_embeddings} positions"
+            )
+        page = settings.page_size or config.sliding_window
+        for ratio in sorted(set(config.compress_ratios) - {0}):
+            if page % ratio:
+                raise ValueError(
+                    f"page_size={page} is no multiple of compress ratio {ratio}: entries would straddle pages"
+                )
+        seqs = settings.max_num_seqs
+        per_seq = -(-(model_len + max_draft) // page)
+        rows = settings.max_num_batched_tokens or max(model_len, seqs * (1 + max_draft))
+        return Limits(model_len, seqs, rows, page, settings.num_pages or seqs * per_seq, max_draft)
+
+
+@dataclass
+class Stats:
+    """Counters since the engine was made. drafted / accepted: by draft depth, 0 first."""
+
+    steps: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    tokens: int = 0
+    finished: Counter = field(default_factory=Counter)
+    drafted: Counter = field(default_factory=Counter)
+    accepted: Counter = field(default_factory=Counter)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted share of the verified drafts, None before the first."""
+        total = sum(self.drafted.values())
+        return sum(self.accepted.values()) / total if total else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens per decode row of an anchor (bonus included), None before the first."""
+        anchors = self.decode_rows - sum(self.drafted.values())
+        return (anchors + sum(self.accepted.values())) / anchors if anchors else None
+
+    def table(self):
+        """name, value rows; drafts by depth."""
+        from deepinfer.measure.table import Table
+
+        rows = [
+            dict(name=n, value=getattr(self, n))
+            for n in (
+                "steps", "prefill_steps", "decode_steps", "prefill_rows", "decode_rows", "tokens",
+                "acceptance", "tokens_per_step",
+            )
+        ]
+        rows += [dict(name=f"finished {k}", value=v) for k, v in sorted(self.finished.items())]
+        for depth in sorted(self.drafted):
+            rows.append(dict(name=f"draft {depth + 1} verified", value=self.drafted[depth]))
+            rows.append(dict(name=f"draft {depth + 1} accepted", value=self.accepted[depth]))
+        return Table(rows)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+
+class Runtime:
+    """Everything of an engine that is not weights or settings."""
+
+    def __init__(self, model: Model, settings: EngineConfig, slots: dict[str, Any]) -> None:
+        self.model, self.settings = model, settings
+        self.config = model.config
+        info = EngineInfo(
+            config=self.config, device=model.device, dtype=model.dtype,
+            max_num_seqs=settings.max_num_seqs, seed=settings.seed,
+        )
+        self.slots = {name: registry.start(slots[name], info) for name in SLOTS}
+        self.limits = Limits.of(settings, self.config, self.verifier.max_draft)
+        self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
+        self.stats = Stats()
+        self.pages = Pool("pages", self.limits.pages)
+        self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
+        self.scheduler = Scheduler(
+            self.pages, self.states, page_size=self.limits.page_size, max_num_seqs=self.limits.seqs,
+            max_rows=self.limits.rows, lookahead=self.limits.lookahead,
+        )
+        self.cache = KVCache(
+            self.config,
+            [self.attention.kv_spec(self.config, i) for i in range(len(self.config.compress_ratios))],
+            self.cache_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    @property
+    def cache_size(self) -> CacheSize:
+        s, lim = self.settings, self.limits
+        on_cpu = self.model.device.type == "cpu"
+        packed = (not on_cpu if s.packed_cache is None else s.packed_cache) and s.fidelity >= 1
+        return CacheSize(lim.pages, lim.seqs + 1, lim.page_size, lim.backtracking, packed)
+
+    @property
+    def attention(self):
+        return self.slots["attention"]
+
+    @property
+    def verifier(self):
+        return self.slots["verifier"]
+
+    @property
+    def sampler(self):
+        return self.slots["sampler"]
+
+    @property
+    def replay(self):
+        return self.slots["replay"]
+
+    @property
+    def ops(self) -> Ops:
+        """The engine's kernels under the `kernels.use` blocks in force now."""
+        self._ops = self._ops.current()
+        return self._ops
+
+    def context(self, batch: Batch, tap: Tap | None = None) -> ForwardContext:
+        return ForwardContext(
+            config=self.config, batch=batch, ops=self.ops, attention=self.attention,
+            experts=self.slots["experts"], cache=self.cache, fidelity=self.settings.fidelity,
+            drafter=self.verifier.max_draft > 0, tap=tap,
+        )
+

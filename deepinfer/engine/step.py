@@ -1,0 +1,199 @@
+"""One engine step: rows -> logits -> legal tokens -> law and draw -> accepted prefix -> next drafts.
+
+Pure with respect to requests: it reads them and returns what happened; commit.py writes it down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer import rng
+from deepinfer.engine.batch import Work, build
+from deepinfer.engine.request import Request
+from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.scheduler import Schedule, Share
+from deepinfer.model.context import Tap
+from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowParams, Target
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """shares: what ran, each with its drafts as they were verified; emitters: indices of the shares
+    that emit, in the order of the rest: accepted tokens and laws; rows: [b, n+1] flat logit rows."""
+
+    shares: tuple[Share, ...]
+    emitters: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
+    accepted: Accepted | None
+    target: Target | None
+    logits: Tensor
+    logit_spans: tuple[tuple[int, int], ...]
+
+
+def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
+    """Forward and sample the scheduled rows."""
+    decode = schedule.kind == "decode"
+    drafts = verified_drafts(rt, schedule.shares) if decode else [()] * len(schedule.shares)
+    works = [work(rt, s, d) for s, d in zip(schedule.shares, drafts)]
+    batch = build(works, rt.config, rt.model.device, decode)
+    logits = rt.model(rt.context(batch, tap)).logits
+    spans, at = [], 0
+    for w in works:
+        rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
+        if w.logits == "all" and w.plan is not None:
+            rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
+        spans.append((at, at + rows))
+        at += rows
+    emitters = tuple(i for i, s in enumerate(schedule.shares) if s.stop >= len(s.request.prompt))
+    accepted, target = None, None
+    if emitters:
+        accepted, target = sample(rt, schedule.shares, emitters, drafts, logits, spans)
+    return StepResult(
+        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans)
+    )
+
+
+def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
+    """The rows of a share: its tokens, then its drafts."""
+    r, back = share.request, rt.config.engram_max_ngram_size - 1
+    decode = share.start >= len(r.prompt)
+    logits = "all" if decode or r.params.prompt_logprobs else "none"
+    if logits == "none" and share.stop >= len(r.prompt):
+        logits = "last"
+    return Work(
+        ids=[*r.token_slice(share.start, share.stop), *drafts],
+        start=share.start,
+        before=r.token_slice(max(share.start - back, 0), share.start),
+        pages=r.pages,
+        state=r.slot,
+        plan=r.plan,
+        logits=logits,
+    )
+
+
+def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
+    """The draft prefix each sequence verifies: budget from stale survivals, depth from fresh ones."""
+    n = rt.verifier.max_draft
+    if n == 0:
+        return [()] * len(shares)
+    survival = torch.zeros(len(shares), n, dtype=torch.float64)
+    stale = torch.ones(len(shares), n, dtype=torch.float64)
+    for i, s in enumerate(shares):
+        d = s.request.draft
+        if d is not None:
+            survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
+            stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
+    budget = rt.verifier.budget(stale, None)
+    rows = rt.verifier.allocate(survival, budget).tolist()
+    return [
+        tuple(s.request.draft.tokens[: rows[i] - 1]) if s.request.draft is not None else ()
+        for i, s in enumerate(shares)
+    ]
+
+
+def row_params(requests: list[Request], device) -> RowParams:
+    """Sampling parameters, one row a request."""
+    p = [r.params for r in requests]
+    return RowParams(
+        torch.tensor([x.temperature for x in p], dtype=torch.float64, device=device),
+        torch.tensor([x.top_p for x in p], dtype=torch.float64, device=device),
+        torch.tensor([x.top_k for x in p], dtype=torch.long, device=device),
+    )
+
+
+def row_keys(requests: list[Request], positions: list[int], device) -> RowKeys:
+    """Random keys at output positions, one row a request."""
+    seeds = [rng.signed(r.seed) for r in requests]
+    return RowKeys(
+        torch.tensor(seeds, dtype=torch.long, device=device),
+        torch.tensor(positions, dtype=torch.long, device=device),
+    )
+
+
+def sample(
+    rt: Runtime, shares, emitters: tuple[int, ...], drafts, logits: Tensor, spans
+) -> tuple[Accepted, Target]:
+    """The target's law and draw at every emitting row, and the accepted prefix of each draft."""
+    device, width = logits.device, max(len(drafts[i]) for i in emitters)
+    flat, owners, positions, rows = [], [], [], []
+    for i in emitters:
+        request, n = shares[i].request, len(drafts[i])
+        first = spans[i][1] - n - 1
+        rows.append([*range(len(flat), len(flat) + n + 1), *[-1] * (width - n)])
+        flat += range(first, first + n + 1)
+        owners += [request] * (n + 1)
+        positions += range(len(request.output), len(request.output) + n + 1)
+    chosen = logits if len(flat) == logits.shape[0] else logits[torch.tensor(flat, device=device)]
+    keys = row_keys(owners, positions, device)
+    dist = rt.sampler.distribution(chosen, row_params(owners, device), None)
+    target = Target(dist, rt.sampler.draw(dist, keys), torch.tensor(rows, device=device), keys)
+    return rt.verifier.accept(stacked_drafts(rt, shares, emitters, drafts, width, device), target), target
+
+
+def stacked_drafts(rt: Runtime, shares, emitters, drafts, width: int, device) -> Draft:
+    """The verified drafts as one record, [b, width], -1 where a sequence verifies fewer."""
+    tokens = torch.full((len(emitters), width), -1, dtype=torch.long, device=device)
+    for row, i in enumerate(emitters):
+        if drafts[i]:
+            tokens[row, : len(drafts[i])] = torch.tensor(drafts[i], device=device)
+    zeros = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
+    dists = ()
+    if rt.verifier.rule == "rejection" and width:
+        dists = tuple(stack_dists(rt, shares, emitters, k, device) for k in range(width))
+    return Draft(tokens, zeros, zeros, dists)
+
+
+def stack_dists(rt: Runtime, shares, emitters, k: int, device):
+    """The laws of draft k of every sequence; a sequence without one gets a law of zeros."""
+    from deepinfer.slots.protocols import Dist
+
+    v = rt.config.vocab_size
+    empty = torch.zeros(v, dtype=torch.promote_types(rt.model.dtype, torch.float32), device=device)
+    probs, logprobs = [], []
+    for i in emitters:
+        d = shares[i].request.draft
+        there = d is not None and k < len(d.laws)
+        probs.append(d.laws[k][0] if there else empty)
+        logprobs.append(d.laws[k][1] if there else empty)
+    finite = torch.ones(len(emitters), dtype=torch.bool, device=device)
+    return Dist(torch.stack(probs), torch.stack(logprobs), finite)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDraft:
+    """A request's next draft on the host. survival: running product of confidences; stale: the
+    survival of the draft before it (what a budget may look at); laws: kept for rule 'rejection'."""
+
+    tokens: tuple[int, ...]
+    confidence: tuple[float, ...]
+    survival: tuple[float, ...]
+    stale: tuple[float, ...]
+    laws: tuple = ()
+
+
+def propose(rt: Runtime, requests: list[Request], tap: Tap | None = None) -> None:
+    """Draft the next block of every request (all prefilled, none finished) and hold it there."""
+    n = rt.verifier.max_draft
+    if n == 0 or not requests:
+        return
+    works = [
+        Work([r.output[-1]], r.length - 1, state=r.slot, plan=r.plan, logits="none") for r in requests
+    ]
+    device = rt.model.device
+    batch = build(works, rt.config, device, decode=True)
+    keep = rt.verifier.rule == "rejection"
+    draft = rt.model.drafter.propose(
+        batch.ids, batch.positions, n, rt.context(batch, tap), rt.sampler,
+        row_params(requests, device), row_keys(requests, [len(r.output) for r in requests], device), keep,
+    )
+    tokens, confidence = draft.tokens.tolist(), draft.confidence.double()
+    survival = confidence.cumprod(-1).tolist()
+    for i, r in enumerate(requests):
+        laws = tuple((d.probs[i], d.logprobs[i]) for d in draft.dists)
+        stale = r.draft.survival if r.draft is not None else ()
+        r.draft = HeldDraft(
+            tuple(tokens[i]), tuple(confidence[i].tolist()), tuple(survival[i]), stale, laws
+        )

@@ -1,0 +1,14 @@
+"""Attention slot: which keys a row looks at, and the look.
+
+csa2.py     window + the indexer's top-k compressed entries (default, the model's own)
+dense.py    window + every visible compressed entry
+"""
+
+from deepinfer.slots.registry import registry
+
+register = registry("attention").register
+
+from deepinfer.slots.attention.csa2 import CSA2  # noqa: E402
+from deepinfer.slots.attention.dense import Dense  # noqa: E402
+
+__all__ = ["CSA2", "Dense", "register"]
