@@ -1,0 +1,294 @@
+"""The `deepinfer` command: demo, generate, inspect, make-tiny, doctor, lab.
+
+Results go to standard output (`--json` where a program would read them), everything else to standard
+error. Exit status: 0 done, 1 refused or failed with one line that says why, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine
+    from deepinfer.engine.request import Completion
+
+PROMPTS = ("The walk of a token begins", "A cache remembers")
+RELEASE = "v41-flash"  # the released architecture, known without a checkpoint
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("deepinfer: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `deepinfer inspect ... | head`
+        sys.stderr.close()
+        return 1
+    except (ValueError, LookupError, OSError, ImportError, RuntimeError) as error:
+        if args.traceback:
+            raise
+        said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"deepinfer {args.command}: {said}", file=sys.stderr)
+        return 1
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+def demo(args: argparse.Namespace) -> int:
+    """A tiny checkpoint is written, loaded through the official format, and generates."""
+    import deepinfer as di
+
+    threads = _threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix="deepinfer-") as folder:
+        path = Path(folder) / "tiny"
+        times = {"write": _timed(lambda: _make_tiny(path, args.seed))[1]}
+        files = sorted(p for p in path.iterdir() if p.is_file())
+        written = sum(p.stat().st_size for p in files)
+        engine, times["load"] = _timed(lambda: di.Engine.from_pretrained(path, device=args.device))
+        with engine:
+            engine.generate(PROMPTS[0], max_tokens=2)  # what the first call sets up is not timed
+            out, times["generate"] = _timed(
+                lambda: engine.generate(list(PROMPTS), max_tokens=args.max_tokens, seed=args.seed)
+            )
+        out.raise_for_errors()
+    tokens = sum(len(c.token_ids) for c in out)
+    rate = tokens / times["generate"]
+    if args.json:
+        whole = {"files": len(files), "bytes": written, "threads": threads, "seconds": times}
+        _dump(whole | {"tokens": tokens, "tokens_per_s": rate, "completions": _plain(out, PROMPTS)})
+        return 0
+    print(
+        f"A tiny checkpoint (random weights, so the text is noise; every code path of the model runs):"
+        f"\n{len(files)} files, {written / 1e6:.1f} MB, written in {times['write']:.2f} s and loaded "
+        f"through the official format in {times['load']:.2f} s.\n"
+    )
+    for prompt, completion in zip(PROMPTS, out, strict=True):
+        print(f"prompt: {prompt}\n{completion}\n")
+    print(f"The tokens of the first one:\n{out[0].table()}\n")
+    print(f"{tokens} tokens in {times['generate']:.2f} s: {rate:.0f} tokens/s on {threads} thread(s).")
+    return 0
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Continue each prompt."""
+    threads = _threads(args.threads)
+    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    sampling |= {"top_p": args.top_p, "top_k": args.top_k, "seed": args.seed}
+    with _engine(args) as engine:
+        out, seconds = _timed(lambda: engine.generate(list(args.prompts), **sampling))
+    tokens = sum(len(c.token_ids) for c in out)
+    failed = [c for c in out if c.error is not None]
+    if args.json:
+        _dump({"model": args.model, "threads": threads, "completions": _plain(out, args.prompts)})
+    else:
+        for prompt, completion in zip(args.prompts, out, strict=True):
+            said = f"error: {completion.error}" if completion.error else completion.text
+            print(f"{prompt}{said}" if completion.error is None else said)
+    print(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """What a checkpoint holds and what a device needs, from its config alone."""
+    from deepinfer.checkpoint import inspection
+
+    report = inspection.inspect(None if args.path == RELEASE else args.path)
+    print(report.to_json() if args.json else report)
+    return 0
+
+
+def make_tiny(args: argparse.Namespace) -> int:
+    """Write a tiny random checkpoint in the official layout."""
+    path = Path(args.path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} is there already and not an empty folder: name another path")
+    _make_tiny(path, args.seed)
+    files = sorted(p for p in path.iterdir() if p.is_file())
+    if args.json:
+        _dump({"path": args.path, "files": {p.name: p.stat().st_size for p in files}})
+    else:
+        print("\n".join(f"{p.stat().st_size:>10}  {p.name}" for p in files))
+        print(f"deepinfer generate --model {args.path} 'a prompt'   # runs it")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """What this machine can run, each fact with its reason."""
+    from deepinfer.doctor import examine
+
+    report = examine()
+    if args.json:
+        _dump({"ok": not report.problems, "problems": report.problems, "rows": report.rows})
+    else:
+        print(report)
+    return 1 if report.problems else 0
+
+
+def lab(args: argparse.Namespace) -> int:
+    """Open JupyterLab on the tutorials."""
+    from deepinfer.lab import open_lab
+
+    folder = None if args.folder is None else Path(args.folder)
+    print("\n".join(open_lab(folder, start=not args.copy)) or "opened in place", file=sys.stderr)
+    return 0
+
+
+# -- the arguments --------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    from deepinfer import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="deepinfer",
+        description="DeepInfer as a research framework: run, look at and measure DeepSeek-V4.1-Flash.",
+        epilog="example: deepinfer demo",
+    )
+    parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_generate(commands)
+    _add_small(commands)
+    return parser
+
+
+def _add(commands: Any, name: str, run: Any, example: str) -> argparse.ArgumentParser:
+    about = run.__doc__.splitlines()[0]
+    parser = commands.add_parser(name, help=about, description=about, epilog=f"example: {example}")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _add(commands, "demo", demo, "deepinfer demo --max-tokens 32")
+    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="default %(default)s")
+    _add_common(parser, seed=0)
+
+
+def _add_generate(commands: Any) -> None:
+    example = "deepinfer generate --model tiny --max-tokens 16 --seed 7 'Once upon a time'"
+    parser = _add(commands, "generate", generate, example)
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="raw text; no chat template")
+    parser.add_argument(
+        "--model", default="tiny", metavar="PATH",
+        help="a checkpoint's folder, or 'tiny' for random weights (default)",
+    )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all")
+    parser.add_argument("--top-k", type=int, default=-1, metavar="K", help="-1 keeps all")
+    parser.add_argument(
+        "--draft", type=int, default=0, metavar="N",
+        help="tokens drafted and verified a step; the text stays the same (default 0: off)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default=None)
+    _add_common(parser, seed=None)
+
+
+def _add_small(commands: Any) -> None:
+    parser = _add(commands, "inspect", inspect, f"deepinfer inspect {RELEASE}")
+    parser.add_argument(
+        "path", metavar="PATH",
+        help=f"a checkpoint's folder or its config.json, or '{RELEASE}' for the released architecture",
+    )  # fmt: skip
+    _add_json(parser)
+
+    parser = _add(commands, "make-tiny", make_tiny, "deepinfer make-tiny ./tiny --seed 1")
+    parser.add_argument("path", metavar="PATH", help="a new or empty folder")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    _add_json(parser)
+
+    _add_json(_add(commands, "doctor", doctor, "deepinfer doctor --json"))
+
+    parser = _add(commands, "lab", lab, "deepinfer lab my-tutorials")
+    parser.add_argument(
+        "folder", nargs="?", metavar="DIR",
+        help="where to copy the tutorials; a changed notebook there is kept (default: a checkout's own)",
+    )  # fmt: skip
+    parser.add_argument("--copy", action="store_true", help="only copy, do not start JupyterLab")
+
+
+def _add_common(parser: argparse.ArgumentParser, seed: int | None) -> None:
+    parser.add_argument("--seed", type=int, default=seed, help="the same seed gives the same text")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N",
+        help="of the CPU; decode-sized work wants 1 (default)",
+    )  # fmt: skip
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+# -- inside ---------------------------------------------------------------------------------------
+
+
+def _threads(count: int) -> int:
+    """Set torch's threads and say so."""
+    if count < 1:
+        raise ValueError(f"--threads {count}: 1 or more")
+    import torch
+
+    torch.set_num_threads(count)
+    print(f"threads: {torch.get_num_threads()}", file=sys.stderr)
+    return count
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    import deepinfer as di
+
+    if args.draft < 0:
+        raise ValueError(f"--draft {args.draft}: 0 or more")
+    verifier = di.verifier.Fixed(args.draft) if args.draft else "off"
+    settings = {"device": args.device, "dtype": args.dtype, "verifier": verifier}
+    if args.model == "tiny":
+        print("model: tiny, random weights; its text is noise", file=sys.stderr)
+        return di.Engine.tiny(seed=0, **settings)
+    return di.Engine.from_pretrained(args.model, **settings)
+
+
+def _make_tiny(path: Path, seed: int) -> None:
+    from deepinfer.checkpoint import tiny
+
+    tiny.make(path, seed=seed)
+
+
+def _timed(work: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
+
+
+def _plain(out: Sequence[Completion], prompts: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": prompt,
+            "text": c.text,
+            "token_ids": list(c.token_ids),
+            "finish_reason": c.finish_reason,
+            "logprobs": list(c.logprobs),
+            "error": None if c.error is None else str(c.error),
+        }
+        for c, prompt in zip(out, prompts, strict=True)
+    ]
+
+
+def _dump(value: object) -> None:
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
