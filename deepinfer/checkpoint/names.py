@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterator
+from itertools import count, takewhile
+from typing import Container, Iterable, Iterator
 
 from deepinfer.config import ModelConfig
 
@@ -19,6 +20,7 @@ __all__ = [
     "DTYPE_BYTES",
     "Stored",
     "Weight",
+    "expert_names",
     "is_unread",
     "scale_name",
     "stacked_name",
@@ -114,6 +116,20 @@ def stacked_name(name: str) -> tuple[str, int] | None:
     return f"{prefix}.experts.{matrix}", int(expert)
 
 
+def expert_names(
+    known: Container[str], prefix: str, matrix: str, experts: Iterable[int] | None = None
+) -> list[str]:
+    """Names of the routed experts' matrices below `prefix` (`layers.3.ffn.experts`), all of those
+    in `known` or the ones asked for. KeyError when there are none."""
+    pattern = f"{prefix}.{{}}.{matrix}.weight"
+    if experts is None:
+        experts = takewhile(lambda expert: pattern.format(expert) in known, count())
+    found = [pattern.format(expert) for expert in experts]
+    if not found or any(name not in known for name in found):
+        raise KeyError(f"{pattern.format('*')}: the checkpoint has no such experts")
+    return found
+
+
 def is_unread(name: str) -> bool:
     """Whether a tensor belongs to the image tower, which this version recognises and leaves."""
     return name.startswith(_UNREAD)
@@ -206,15 +222,15 @@ def _engram(c: ModelConfig, layer: int, prefix: str) -> Iterator[Weight]:
 
 
 def _experts(c: ModelConfig, layer: int, prefix: str) -> Iterator[Weight]:
-    d, inner, count = c.hidden_size, c.moe_intermediate_size, c.num_experts(layer)
-    yield Weight(f"{prefix}.gate.weight", (count, d), "bf16", "router", layer=layer)
-    yield Weight(f"{prefix}.gate.bias", (count,), "f32", "router", layer=layer)
-    yield Weight(f"{prefix}.gate.bias_vl", (count,), "f32", "router", layer=layer)
+    d, inner, number = c.hidden_size, c.moe_intermediate_size, c.num_experts(layer)
+    yield Weight(f"{prefix}.gate.weight", (number, d), "bf16", "router", layer=layer)
+    yield Weight(f"{prefix}.gate.bias", (number,), "f32", "router", layer=layer)
+    yield Weight(f"{prefix}.gate.bias_vl", (number,), "f32", "router", layer=layer)
     shapes = (("w1", (inner, d)), ("w2", (d, inner)), ("w3", (inner, d)))
     for matrix, shape in shapes:
         name = f"{prefix}.shared_experts.{matrix}.weight"
         yield Weight(name, shape, "fp8", "shared_experts", layer=layer)
-    for expert in range(count):
+    for expert in range(number):
         for matrix, shape in shapes:
             name = f"{prefix}.experts.{expert}.{matrix}.weight"
             yield Weight(name, shape, "fp4", "experts", "experts", layer)

@@ -119,12 +119,7 @@ class Checkpoint:
 
         prefix: `layers.3.ffn.experts`; matrix: `w1`, `w2` or `w3`; experts: their ids (all).
         """
-        if experts is None:
-            found = (names.stacked_name(name) for name in self.weights)
-            experts = sorted(pair[1] for pair in found if pair and pair[0] == f"{prefix}.{matrix}")
-        parts = [f"{prefix}.{expert}.{matrix}.weight" for expert in experts]
-        if not parts:
-            raise KeyError(f"{prefix}.*.{matrix}.weight: the checkpoint has no such experts")
+        parts = names.expert_names(self.weights, prefix, matrix, experts)
         first = self._weight(parts[0])
         if first.storage not in _KINDS or dtype is not None:
             return self._stack(first.shape, dtype, parts)
