@@ -30,6 +30,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # the key's increments: golden ratio, sqrt(3) - 1
 ROUNDS = 10
 DRAFT_OFFSET = 1000000007  # the released engine's: added to the seed of a draft's own draw
+GREEDY_BELOW = 1e-5  # the released engine's: below this temperature nothing is left to chance
 
 
 class Purpose(IntEnum):

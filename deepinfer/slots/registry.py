@@ -68,16 +68,16 @@ class Registry:
         return tuple(sorted(self._variants))
 
     def get(self, name: str) -> Callable[..., Any]:
-        """What a name stands for. Raises KeyError with the nearest name."""
+        """What a name stands for. Raises ValueError with the nearest name."""
         self._load()
         if name in self._variants:
             return self._variants[name]
-        raise KeyError(self._unknown(name))
+        raise ValueError(self._unknown(name))
 
     def resolve(self, value: Any) -> Any:
         """A name, a class or an instance -> an instance whose methods fit the protocol.
 
-        Raises KeyError for an unknown name and TypeError for anything that does not fit, with the
+        Raises ValueError for an unknown name and TypeError for anything that does not fit, with the
         protocol's own line for each method.
         """
         if isinstance(value, str):
@@ -132,11 +132,11 @@ REGISTRIES: dict[str, Registry] = {slot: Registry(slot, PROTOCOLS[slot]) for slo
 
 
 def registry(slot: str) -> Registry:
-    """The registry of a slot. Raises KeyError naming the six slots."""
+    """The registry of a slot. Raises ValueError naming the six slots."""
     if slot not in REGISTRIES:
         close = difflib.get_close_matches(slot, SLOTS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise KeyError(f"there is no slot {slot!r}: the slots are {', '.join(SLOTS)}{hint}")
+        raise ValueError(f"there is no slot {slot!r}: the slots are {', '.join(SLOTS)}{hint}")
     return REGISTRIES[slot]
 
 

@@ -1,0 +1,12 @@
+"""Grammar slot: which tokens may come next.
+
+none.py     every token (default)
+"""
+
+from deepinfer.slots.registry import registry
+
+register = registry("grammar").register
+
+from deepinfer.slots.grammar.none import Free, NoGrammar  # noqa: E402
+
+__all__ = ["Free", "NoGrammar", "register"]

@@ -1,0 +1,16 @@
+"""Off: one row a sequence, no speculation."""
+
+from __future__ import annotations
+
+from deepinfer.slots.verifier import register
+from deepinfer.slots.verifier.base import BaseVerifier
+
+
+@register("off")
+class Off(BaseVerifier):
+    """Nothing is drafted; each step emits the target's own draw."""
+
+    max_draft = 0
+
+    def __repr__(self) -> str:
+        return "Off()"
