@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import bits
 from .reference import cache_round
 
 __all__ = ["OP", "cache_round"]
@@ -29,3 +30,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(cache_round)
+OP.implement("bits", batch_invariant=True, supports=bits.supports)(bits.cache_round)

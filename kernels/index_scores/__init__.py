@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import integers, normal
 from deepinfer.kernels.registry import Op, register
 
+from . import batched
 from .reference import index_scores
 
 __all__ = ["OP", "index_scores"]
@@ -32,3 +33,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(index_scores)
+OP.implement("batched", batch_invariant=False, supports=batched.supports)(batched.index_scores)

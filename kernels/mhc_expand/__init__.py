@@ -6,6 +6,7 @@ from deepinfer.kernels.cases import normal
 from deepinfer.kernels.numerics import acc_dtype
 from deepinfer.kernels.registry import Op, register
 
+from . import fused
 from .reference import mhc_expand
 
 __all__ = ["OP", "mhc_expand"]
@@ -35,3 +36,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(mhc_expand)
+OP.implement("fused", batch_invariant=False, supports=fused.supports)(fused.mhc_expand)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import matrix
 from .reference import mhc_mix
 
 __all__ = ["OP", "mhc_mix"]
@@ -38,3 +39,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(mhc_mix)
+OP.implement("matrix", batch_invariant=False, supports=matrix.supports)(matrix.mhc_mix)

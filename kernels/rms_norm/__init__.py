@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import fused
 from .reference import rms_norm
 
 __all__ = ["OP", "rms_norm"]
@@ -27,3 +28,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rms_norm)
+OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.rms_norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import complex
 from .reference import rope
 
 __all__ = ["OP", "rope"]
@@ -33,3 +34,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rope)
+OP.implement("complex", batch_invariant=True, supports=complex.supports)(complex.rope)

@@ -7,6 +7,7 @@ import torch
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import packed_key, partition
 from .reference import topk
 
 __all__ = ["OP", "topk"]
@@ -30,3 +31,5 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(topk)
+OP.implement("partition", batch_invariant=True, supports=partition.supports)(partition.topk)
+OP.implement("packed_key", batch_invariant=True, supports=packed_key.supports)(packed_key.topk)

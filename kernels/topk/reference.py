@@ -9,9 +9,10 @@ def topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     """scores "t n" -> ids "t min(k, n)" int64 of the largest, ascending, -1 behind them.
 
     Entries that score -inf are never picked. Among equal scores the lowest index comes first, so
-    that a pick depends neither on the width of the row nor on the device. A NaN counts as largest.
+    that a pick depends neither on the width of the row nor on the device. A NaN counts as inf.
     """
     k = min(k, scores.shape[1])
+    scores = torch.where(torch.isnan(scores), torch.inf, scores)
     order = torch.sort(scores, dim=1, descending=True, stable=True)
     return ascending(order.indices[:, :k], order.values[:, :k] > -torch.inf, scores.shape[1])
 
