@@ -1,0 +1,554 @@
+"""Engine: the public face. generate is add + step until done; everything else reads or re-makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from deepinfer import rng
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.engine import commit, step, teacher, weights
+from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.request import Completion, Completions, Request
+from deepinfer.engine.runtime import Limits, Runtime, Stats
+from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
+from deepinfer.slots import registry
+from deepinfer.slots.protocols import SLOTS, Prompt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deepinfer.measure.table import Table
+    from deepinfer.measure.trace import Trace
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
+
+DEFAULT_SLOTS = {
+    "attention": "csa2", "experts": "local", "verifier": "off",
+    "replay": "exact", "sampler": "philox", "grammar": "none",
+}
+LATER = {
+    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling", "batch_invariant": "bit-equal batches",
+}
+
+
+class Sampling(TypedDict, total=False):
+    """Fields of SamplingParams as keywords of generate, add and stream."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    ignore_eos: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    seed: int | None
+    grammar: Any
+
+
+class Changes(TypedDict, total=False):
+    """Slots and settings that `with_` can change."""
+
+    attention: Any
+    experts: Any
+    verifier: Any
+    replay: Any
+    sampler: Any
+    grammar: Any
+    fidelity: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    page_size: int | None
+    num_pages: int | None
+    prefix_cache: bool
+    overlap: bool
+    batch_invariant: bool
+    kernels: dict[str, str] | None
+    seed: int
+    packed_cache: bool | None
+
+
+class Settings(Changes, total=False):
+    """Everything an engine can be made with."""
+
+    device: str
+    dtype: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedToken:
+    """One token of `eng.stream`: its id, the text it completes ('' inside a character), logprob."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class Engine:
+    """One model, six slots, one cache. Make it with from_pretrained or tiny, not by hand.
+
+    Engines made by `with_` share weights and tokenizer, nothing else. Usable as a context manager;
+    close() frees the cache and is idempotent.
+    """
+
+    def __init__(self, shared: weights.Weights, settings: EngineConfig, slots: dict[str, Any]) -> None:
+        for name, what in LATER.items():
+            if getattr(settings, name):
+                raise ValueError(f"{name}={getattr(settings, name)!r}: {what} is not available yet; leave it out")
+        self._shared, self._settings = shared, settings
+        self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
+        self._runtime: Runtime | None = None
+        self._closed = False
+        self._traces: list[Trace] = []
+        self._requests: dict[int, Request] = {}
+        self._count = 0
+        self._steps = 0
+
+    # ------------------------------------------------------------------------------------ making
+
+    @classmethod
+    def from_pretrained(cls, path: str, *, download: bool = False, **settings: Unpack[Settings]) -> Engine:
+        """Load a checkpoint in the official layout.
+
+        path: a folder, or a hub id found in the local Hugging Face cache (fetched only with
+        download=True). Settings and slots as in `with_`, plus device ('auto') and dtype (None: float32
+        on a CPU, bfloat16 on an accelerator). What does not fit is refused with bytes by component
+        before memory is taken. Raises CheckpointError naming file and tensor, MemoryError, ValueError.
+        """
+        from deepinfer.checkpoint.hub import locate
+        from deepinfer.checkpoint.reader import Checkpoint
+
+        config, slots = split_settings(settings)
+        device, dtype = placement(config)
+        folder = locate(path, download=download)
+        checkpoint = Checkpoint.open(folder)
+        parts = weights.weight_bytes(checkpoint.config, dtype)
+        weights.require(f"{path} in {dtype}", parts, device, "Use a smaller dtype, or a device with more memory.")
+        loaded = weights.from_checkpoint(checkpoint, dtype=dtype, device=device, source=str(path))
+        return cls(loaded, config, slots)
+
+    @classmethod
+    def tiny(cls, seed: int = 0, **settings: Unpack[Settings]) -> Engine:
+        """Random weights from a seed, every code path of the release, made in about a second."""
+        from deepinfer.checkpoint.memory import MemoryCheckpoint
+        from deepinfer.checkpoint.tiny import tiny_state
+
+        config, slots = split_settings(settings)
+        device, dtype = placement(config)
+        checkpoint = MemoryCheckpoint(*tiny_state(seed))
+        loaded = weights.from_checkpoint(checkpoint, dtype=dtype, device=device, source=f"tiny(seed={seed})")
+        return cls(loaded, config, slots)
+
+    def with_(self, **changes: Unpack[Changes]) -> Engine:
+        """An engine over the same weights and tokenizer with some slots or settings changed. It has its
+        own cache, counters and slot copies. device and dtype would be another copy of the weights and
+        are refused."""
+        for name in ("device", "dtype"):
+            if name in changes:
+                raise ValueError(
+                    f"with_({name}=...) would copy the weights; make another engine with from_pretrained(..., {name}=...)"
+                )
+        config, slots = split_settings(changes, self._settings, self._slots)
+        return Engine(self._shared, config, slots)
+
+    # ------------------------------------------------------------------------------- what it is
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self._shared.config
+
+    @property
+    def settings(self) -> EngineConfig:
+        return self._settings
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """Slot name -> the settings object it was made with."""
+        return dict(self._slots)
+
+    @property
+    def model(self):
+        return self._shared.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer (a `tokenizers.Tokenizer`). Raises ValueError where it has none."""
+        if self._shared.tokenizer is None:
+            raise ValueError(f"{self._shared.source} has no tokenizer.json: pass token ids")
+        return self._shared.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and config, the same for the same bytes on any machine."""
+        return self._shared.fingerprint
+
+    @property
+    def exact(self) -> bool:
+        """False where a slot computes something else than the model (every repr then says so)."""
+        return not self.approximate_slots
+
+    @property
+    def approximate_slots(self) -> list[str]:
+        return [n for n in SLOTS if not registry.promises(self._slots[n], n).exact]
+
+    @property
+    def stats(self) -> Stats:
+        return Stats() if self._runtime is None else self._runtime.stats
+
+    @property
+    def kernels(self) -> Table:
+        """What ran: op, implementation, calls."""
+        from deepinfer.measure.table import Table
+
+        counts = {} if self._runtime is None else self._runtime.ops.counts
+        return Table([dict(op=op, implementation=i, calls=n) for (op, i), n in sorted(counts.items())])
+
+    @property
+    def memory(self) -> Table:
+        """Bytes by component: weights (shared between engines) and this engine's cache (0 before the
+        first step)."""
+        from deepinfer.measure.table import Table
+
+        cache = {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
+        parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
+        parts += [("cache", k, v) for k, v in cache.items()]
+        return Table([dict(part=p, component=c, bytes=b) for p, c, b in parts])
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Token ids of raw text, with bos in front unless told otherwise; no chat template."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.config.bos_token_id, *ids] if bos else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    # ------------------------------------------------------------------------------- generation
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        progress: bool | None = None, **sampling: Unpack[Sampling],
+    ) -> Completions:
+        """Complete prompts. out[i] belongs to input i.
+
+        prompts: str (raw text, bos in front), token ids, or a list of those. params: one for all or
+        one per prompt; or SamplingParams fields as keywords. A bad single prompt raises ValueError; in
+        a list it becomes that item's .error and the others finish. progress: None shows a bar where a
+        person watches.
+        """
+        items, single = prompt_list(prompts)
+        each = params_list(params, sampling, len(items))
+        requests: list[Request | Exception] = []
+        for i, (item, p) in enumerate(zip(items, each)):
+            try:
+                requests.append(self._add(item, p))
+            except ValueError as error:
+                if single:
+                    raise
+                requests.append(error)
+        self._drain([r for r in requests if isinstance(r, Request)], progress)
+        return Completions(
+            self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
+        )
+
+    def _drain(self, requests: list[Request], progress: bool | None) -> None:
+        from deepinfer.display.progress import bar
+
+        done = 0
+        try:
+            with bar(sum(r.params.max_tokens for r in requests), "generate", show=progress) as shown:
+                while any(not r.finished for r in requests):
+                    self._step()
+                    now = sum(len(r.output) if not r.finished else r.params.max_tokens for r in requests)
+                    shown.update(now - done)
+                    done = now
+        finally:  # an interrupt or a fault must not leave half a batch in the engine
+            for r in requests:
+                if not r.finished:
+                    self._finish(r, "abort")
+                self._requests.pop(r.id, None)
+
+    def add(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+    ) -> int:
+        """Queue one prompt; returns the request id. Raises ValueError for a bad prompt or value."""
+        return self._add(prompt, params_list(params, sampling, 1)[0]).id
+
+    def step(self) -> list[Completion]:
+        """Run one step (nothing, when nothing waits); returns the requests it finished."""
+        self._step()
+        finished = [r for r in self._requests.values() if r.finished]
+        for r in finished:
+            del self._requests[r.id]
+        return [self._completion(r.id, r) for r in finished]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests waiting or running."""
+        return 0 if self._runtime is None else self._runtime.scheduler.unfinished
+
+    def abort(self, id: int) -> Completion:
+        """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
+        if id not in self._requests:
+            raise KeyError(f"no request {id} is waiting or running: {sorted(self._requests)} are")
+        request = self._requests.pop(id)
+        if not request.finished:
+            self._finish(request, "abort")
+        return self._completion(id, request)
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+    ) -> Iterator[StreamedToken]:
+        """Tokens of one prompt as they are committed. Closing the iterator aborts the request."""
+        request = self._add(prompt, params_list(params, sampling, 1)[0])
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[StreamedToken]:
+        text, shown = Detokenizer(self._shared.tokenizer), 0
+        try:
+            while True:
+                while shown < len(request.output):
+                    token = request.output[shown]
+                    yield StreamedToken(token, text.push(token), request.logprobs[shown])
+                    shown += 1
+                if request.finished:
+                    break
+                self._step()
+            if request.error is not None:
+                raise request.error
+        finally:
+            if not request.finished:
+                self._finish(request, "abort")
+            self._requests.pop(request.id, None)
+
+    def _add(self, prompt: Any, params: SamplingParams) -> Request:
+        rt = self._started()
+        ids = encode_prompt(self, prompt)
+        params.validate_for(self.config.vocab_size)
+        limit = rt.limits.model_len
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, this engine takes at most {limit - 1} "
+                f"(max_model_len={limit} with room for one): shorten it or raise max_model_len"
+            )
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
+        seed = rng.request_seed(self._settings.seed, self._count) if params.seed is None else params.seed
+        request = Request(self._count, ids, params, seed)
+        request.grammar = rt.slots["grammar"].compile(params.grammar, self._shared.tokenizer)
+        prompt_seen = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
+        request.plan = rt.replay.plan(prompt_seen, self.config).validate(prompt_seen, self.config.num_hidden_layers)
+        if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
+            raise ValueError(
+                f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below {request.plan.rows_from[-1]}, "
+                "whose log-probabilities do not exist; use replay='exact'"
+            )
+        need = rt.scheduler.pages_for(request)
+        if need > rt.pages.size:
+            raise ValueError(
+                f"the request needs {need} pages of {rt.limits.page_size} tokens, the pool has {rt.pages.size}: "
+                "lower max_tokens or raise num_pages"
+            )
+        self._count += 1
+        self._requests[request.id] = request
+        rt.scheduler.add(request)
+        return request
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        rt = self._started()
+        schedule = rt.scheduler.schedule()
+        if schedule.kind == "idle":
+            return
+        requests = [s.request for s in schedule.shares]
+        result = step.run(rt, schedule, self._tap([r.id for r in requests]))
+        commit.commit(rt, result, self._steps, schedule.kind)
+        going = [result.shares[i].request for i in result.emitters if not result.shares[i].request.finished]
+        step.propose(rt, going, self._tap([r.id for r in going]))
+        for trace in self._traces:
+            trace.settle(self._steps, {r.id: r.computed for r in requests})
+        self._steps += 1
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish(reason)
+        if self._runtime is not None:
+            self._runtime.stats.finished[reason] += 1
+            self._runtime.scheduler.release(request)
+
+    def _completion(self, index: int, r: Request) -> Completion:
+        text = Detokenizer(self._shared.tokenizer)
+        return Completion(
+            index=index, prompt_token_ids=tuple(r.prompt), token_ids=tuple(r.output),
+            text=text.all(r.output), finish_reason=r.finish_reason or "running",
+            logprobs=tuple(r.logprobs), steps=tuple(r.steps), error=r.error,
+            top_logprobs=tuple(r.top_logprobs), prompt_logprobs=tuple(r.prompt_logprobs),
+            pieces=tuple(text.push(t) for t in r.output),
+        )
+
+    # --------------------------------------------------------------------------- teacher forcing
+
+    @torch.no_grad()
+    def logits(
+        self, token_ids: str | Sequence[int], prompt: int | None = None, chunks: Sequence[int] | None = None
+    ) -> Tensor:
+        """[t, v] teacher-forced logits in FP32 (FP64 in an FP64 engine), through cache and slots.
+
+        The first `prompt` ids (default all) are what the replay policy sees as the prompt, the rest is
+        fed as decode rows. chunks: rows per step; prompt=1, chunks=[1]*t is serial decode. Rows a policy
+        drops are NaN. Raises ValueError for bad ids or chunks.
+        """
+        rt = self._started()
+        ids = encode_prompt(self, token_ids)
+        if len(ids) > rt.limits.model_len:
+            raise ValueError(f"{len(ids)} ids, this engine holds max_model_len={rt.limits.model_len}")
+        chunked = None if chunks is None else list(chunks)
+        tap_of = (lambda batch: self._tap([-1] * batch.num_seqs)) if self._traces else None
+        out = teacher.forced_logits(rt, ids, prompt, chunked, tap_of)
+        for trace in self._traces:
+            trace.settle(self._steps, {})
+        self._steps += 1
+        return out
+
+    def score(self, texts: Prompts, prompt: int | None = None) -> teacher.Scores:
+        """Log-probabilities of what follows the first `prompt` tokens (default 1, the bos) of each text.
+
+        Raises ValueError naming the replay policy where a scored row was dropped.
+        """
+        items, _ = prompt_list(texts)
+        return teacher.Scores(tuple(self._score(encode_prompt(self, x), 1 if prompt is None else prompt) for x in items))
+
+    def _score(self, ids: list[int], prompt: int) -> teacher.Score:
+        logits = self.logits(ids, prompt=min(prompt, len(ids)))[prompt - 1 : -1]
+        if logits.isnan().all(-1).any():
+            raise ValueError(
+                f"score: the replay policy {self._slots['replay']!r} dropped rows that are scored; use replay='exact'"
+            )
+        wanted = torch.tensor(ids[prompt:], device=logits.device)
+        logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].tolist() if len(wanted) else []
+        tokenizer = self._shared.tokenizer
+        size = 0 if tokenizer is None else len(self.decode(ids[prompt:]).encode())
+        return teacher.Score(tuple(ids), prompt, tuple(logprobs), size)
+
+    # -------------------------------------------------------------------------------- inspection
+
+    def trace(
+        self, *patterns: str, edit: Callable | None = None, keep: Callable | None = None
+    ) -> Trace:
+        """A context manager that records values whose names match (shell patterns, see trace_names).
+
+        edit(x, at) returns a tensor to put in the place of x, or None; at has .name .request
+        .position .step. keep(at) -> bool per row chooses the rows recorded.
+        """
+        from deepinfer.measure.trace import Trace
+
+        return Trace(self, patterns or ("*",), edit, keep)
+
+    def trace_names(self) -> list[str]:
+        """Every name that can be traced, in the order of the walk."""
+        from deepinfer.measure.trace import trace_names
+
+        return trace_names(self.config, self._slots["verifier"].max_draft > 0)
+
+    def _tap(self, request_ids: list[int]):
+        if not self._traces:
+            return None
+        requests = torch.tensor(request_ids, dtype=torch.long, device=self._shared.model.device)
+
+        def tap(name: str, x: Tensor, rows) -> Tensor:
+            for trace in list(self._traces):
+                x = trace.see(name, x, rows, requests, self._steps)
+            return x
+
+        return tap
+
+    # -------------------------------------------------------------------------------- life cycle
+
+    def _started(self) -> Runtime:
+        if self._closed:
+            raise RuntimeError("this engine is closed: make another, or eng.with_() over the same weights")
+        if self._runtime is None:
+            self._runtime = Runtime(self._shared.model, self._settings, self._slots)
+        return self._runtime
+
+    def close(self) -> None:
+        """Free the cache and drop unfinished requests. The weights live while another engine uses them."""
+        self._runtime = None
+        self._requests.clear()
+        self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        from deepinfer.display.engine import engine_text
+
+        return engine_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.engine import engine_html
+
+        return engine_html(self)
+
+
+# ---------------------------------------------------------------------------------- small helpers
+
+
+def split_settings(
+    given: Any, base: EngineConfig | None = None, slots: dict[str, Any] | None = None
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """(EngineConfig, slots) from keywords over a base. TypeError with did-you-mean for unknown ones."""
+    fields = {f.name for f in dataclasses.fields(EngineConfig)}
+    for name in given:
+        if name not in fields and name not in SLOTS:
+            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
+            raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
+    settings = {k: v for k, v in given.items() if k in fields}
+    config = EngineConfig(**settings) if base is None else dataclasses.replace(base, **settings)
+    chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
+    return config, chosen
+
+
+def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """(device, dtype) of an engine's weights. Raises ValueError for a device that is not there."""
+    from deepinfer.display.notebook import default_dtype
+
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
+    dtype = config.dtype or (
+        (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
+    )
+    return device, getattr(torch, dtype)
+
+
+def params_list(params, sampling: Any, n: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt. ValueError when both forms are given or the count differs."""
+    if params is not None and sampling:
+        raise ValueError(f"params and {', '.join(sampling)} were both given: put the fields into SamplingParams")
+    if params is None:
+        params = SamplingParams(**sampling)
+    if isinstance(params, SamplingParams):
+        return [params] * n
+    each = list(params)
+    if len(each) != n or not all(isinstance(p, SamplingParams) for p in each):
+        raise ValueError(f"params: {len(each)} for {n} prompts; give one SamplingParams, or one per prompt")
+    return each
+
+
+def failed(index: int, error: Exception) -> Completion:
+    """The Completion of a prompt that never became a request."""
+    return Completion(index, (), (), "", "error", (), (), error)

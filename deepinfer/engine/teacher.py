@@ -1,0 +1,118 @@
+"""Teacher-forced passes through the engine's own cache and slots: logits and scores of given ids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepinfer.engine.batch import Work, build
+from deepinfer.engine.runtime import Runtime
+from deepinfer.model.context import Tap
+from deepinfer.slots.protocols import Prompt, ReplayPlan
+
+if TYPE_CHECKING:
+    from deepinfer.measure.table import Table
+
+
+def forced_logits(
+    rt: Runtime, ids: list[int], prompt: int | None, chunks: list[int] | None, tap_of=None
+) -> Tensor:
+    """[t, v] logits of every row. The first `prompt` ids are the replay policy's prompt (default all);
+    the rest is fed as decode rows. Rows a policy drops are NaN. See Engine.logits."""
+    prompt = len(ids) if prompt is None else prompt
+    if not 1 <= prompt <= len(ids):
+        raise ValueError(f"prompt={prompt}: the first rows to treat as the prompt, 1..{len(ids)}")
+    sizes = chunk_sizes(len(ids), prompt, chunks, rt.limits.rows)
+    plan = rt.replay.plan(Prompt(prompt), rt.config).validate(Prompt(prompt), rt.config.num_hidden_layers)
+    need = -(-len(ids) // rt.limits.page_size)
+    if need > rt.pages.free or not rt.states.free:
+        raise RuntimeError(
+            f"a teacher-forced pass of {len(ids)} tokens needs {need} pages and a state slot; "
+            f"{rt.pages.free} pages are free of {rt.pages.size}: finish or abort running requests, "
+            "or make the engine with more num_pages"
+        )
+    pages, (slot,) = rt.pages.take(need), rt.states.take(1)
+    try:
+        return torch.cat(list(_chunks(rt, ids, prompt, sizes, plan, pages, slot, tap_of)))
+    finally:
+        rt.pages.give(pages)
+        rt.states.give([slot])
+
+
+def chunk_sizes(total: int, prompt: int, chunks: list[int] | None, most: int) -> list[int]:
+    """Rows per step; default: as few steps as the row limit allows, the prompt's apart from the rest's."""
+    if chunks is None:
+        cuts = [*range(0, prompt, most), *range(prompt, total, most), total]
+        return [b - a for a, b in zip(cuts, cuts[1:])]
+    if sum(chunks) != total or any(c < 0 for c in chunks):
+        raise ValueError(f"chunks={chunks} are {sum(chunks)} rows, the ids are {total}: give rows per step")
+    return list(chunks)
+
+
+def _chunks(rt: Runtime, ids, prompt, sizes, plan: ReplayPlan, pages, slot, tap_of):
+    vocab, back = rt.config.vocab_size, rt.config.engram_max_ngram_size - 1
+    start = 0
+    for size in sizes:
+        if size == 0:
+            continue
+        before = ids[max(start - back, 0) : start]
+        work = Work(ids[start : start + size], start, before, pages, slot, plan, "all")
+        batch = build([work], rt.config, rt.model.device, decode=start >= prompt and size <= rt.limits.backtracking)
+        tap: Tap | None = None if tap_of is None else tap_of(batch)
+        logits = rt.model(rt.context(batch, tap)).logits
+        dropped = size - logits.shape[0]
+        yield torch.cat([logits.new_full((dropped, vocab), math.nan), logits])
+        start += size
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per text: token_ids, logprobs [n] of the scored tokens, their bytes. Sums are in nats."""
+
+    items: tuple[Score, ...]
+
+    def table(self) -> Table:
+        """One row per text: tokens, bytes, nats, perplexity, bits_per_byte."""
+        from deepinfer.measure.table import Table
+
+        return Table(
+            [
+                dict(index=i, tokens=len(s.logprobs), bytes=s.nbytes, nats=-sum(s.logprobs),
+                     perplexity=s.perplexity, bits_per_byte=s.bits_per_byte)
+                for i, s in enumerate(self.items)
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Score:
+        return self.items[i]
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+@dataclass(frozen=True)
+class Score:
+    """One text: logprobs[i] is that of token_ids[first + i], nbytes the bytes they spell."""
+
+    token_ids: tuple[int, ...]
+    first: int
+    logprobs: tuple[float, ...]
+    nbytes: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-sum(self.logprobs) / len(self.logprobs)) if self.logprobs else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        return -sum(self.logprobs) / math.log(2) / self.nbytes if self.nbytes else math.nan

@@ -1,0 +1,144 @@
+"""What engines share: the loaded model, its tokenizer, where they came from. And what must fit first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepinfer.checkpoint import names
+from deepinfer.checkpoint.loader import load
+from deepinfer.config import ModelConfig
+from deepinfer.kernels.quantised import Quantised
+from deepinfer.model.stack import Model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SAMPLED = 1 << 20  # bytes hashed at each end of a file too large to hash whole
+WHOLE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Shared by an engine and everything `with_` makes of it. fingerprint: hex digest of config and
+    content (of files over 64 MiB: size, first and last MiB); source: a folder, or 'tiny(seed=0)'."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    source: str
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held, by component (attention, experts, engram, drafter, ...)."""
+        total: Counter[str] = Counter()
+        held: dict[str, Any] = dict(self.model.named_parameters())
+        for name, module in self.model.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Quantised):
+                held[f"{name}.weight"] = weight
+        component = {w.name: w.component for w in names.weights(self.config)}
+        for name, x in held.items():
+            size = x.nbytes if isinstance(x, Quantised) else x.numel() * x.element_size()
+            total[component.get(name, "experts")] += size
+        return dict(total)
+
+
+def from_checkpoint(checkpoint: Any, *, dtype: torch.dtype, device: torch.device, source: str) -> Weights:
+    """Load an opened checkpoint (on disk or in memory) into a new model."""
+    with torch.device("meta"):
+        model = Model(checkpoint.config)
+    load(model, checkpoint, dtype=dtype, device=device)
+    return Weights(model, tokenizer_of(checkpoint), fingerprint(checkpoint), source)
+
+
+def tokenizer_of(checkpoint: Any) -> Tokenizer | None:
+    if getattr(checkpoint, "tokenizer", None) is not None:
+        return checkpoint.tokenizer
+    if checkpoint.tokenizer_path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(checkpoint.tokenizer_path))
+
+
+def fingerprint(checkpoint: Any) -> str:
+    """Identity of what was loaded, the same for the same bytes wherever they lie."""
+    digest = hashlib.sha256()
+    digest.update(repr(sorted(checkpoint.config.to_dict().items(), key=str)).encode())
+    if checkpoint.path is None:
+        for name in sorted(checkpoint.state):
+            tensor = checkpoint.state[name].detach().contiguous()
+            digest.update(name.encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+    for file in sorted({e.file for e in checkpoint.entries.values()}):
+        digest.update(Path(file).name.encode())
+        digest.update(file_digest(Path(file)))
+    return digest.hexdigest()[:16]
+
+
+def file_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as f:
+        if size <= WHOLE:
+            digest.update(f.read())
+        else:
+            digest.update(f.read(SAMPLED))
+            f.seek(-SAMPLED, os.SEEK_END)
+            digest.update(f.read(SAMPLED))
+    return digest.digest()
+
+
+# ------------------------------------------------------------------------------------- what fits
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes by component of the text model's weights held in `dtype` (FP32 ones stay FP32)."""
+    total: Counter[str] = Counter()
+    for w in names.weights(config):
+        if not names.is_unread(w.name):
+            wide = torch.promote_types(dtype, torch.float32) if w.wide else dtype
+            total[w.component] += w.parameters * wide.itemsize
+    return dict(total)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a device, None where it cannot be asked."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def require(what: str, parts: dict[str, int], device: torch.device, remedy: str) -> None:
+    """Raise MemoryError, with bytes by component, when `parts` do not fit; nothing was taken yet."""
+    free, need = available_bytes(device), sum(parts.values())
+    if free is None or need <= free:
+        return
+    listed = "\n".join(f"  {name:<20} {size:>20,} B" for name, size in parts.items())
+    raise MemoryError(
+        f"{what} needs {need:,} bytes on {device}, {free:,} are free; nothing was loaded.\n{listed}\n{remedy}"
+    )
