@@ -6,6 +6,7 @@ from deepinfer.kernels.cases import fp4, normal
 from deepinfer.kernels.numerics import acc_dtype
 from deepinfer.kernels.registry import Op, register
 
+from . import gathered, segments
 from .reference import experts
 
 __all__ = ["OP", "experts"]
@@ -44,3 +45,5 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(experts)
+OP.implement("segments", batch_invariant=False, supports=segments.supports)(segments.experts)
+OP.implement("gathered", batch_invariant=False, supports=gathered.supports)(gathered.experts)

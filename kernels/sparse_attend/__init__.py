@@ -6,6 +6,7 @@ from deepinfer.kernels.cases import integers, normal
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.kernels.registry import Op, register
 
+from . import blocks
 from .reference import sparse_attend
 
 __all__ = ["OP", "sparse_attend"]
@@ -40,3 +41,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(sparse_attend)
+OP.implement("blocks", batch_invariant=False, supports=blocks.supports)(blocks.sparse_attend)
