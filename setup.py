@@ -6,8 +6,17 @@ The folders are looked up when the package is built, so a new kernel needs no li
 """
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 TREES = {"deepinfer": "deepinfer", "deepinfer.kernels": "kernels"}
+
+
+class BuildPy(build_py):
+    """Leaves the scripts beside the tutorials out of a wheel: only notebooks are shipped."""
+
+    def find_package_modules(self, package, package_dir):
+        found = super().find_package_modules(package, package_dir)
+        return [] if package == "deepinfer.tutorials" else found
 
 
 def packages() -> list[str]:
@@ -20,6 +29,7 @@ def packages() -> list[str]:
 
 
 setup(
+    cmdclass={"build_py": BuildPy},
     packages=[*packages(), "deepinfer.tutorials"],
     package_dir={**TREES, "deepinfer.tutorials": "tutorials"},
     package_data={

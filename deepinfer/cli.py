@@ -76,7 +76,9 @@ def demo(args: argparse.Namespace) -> int:
     for prompt, completion in zip(PROMPTS, out, strict=True):
         print(f"prompt: {prompt}\n{completion}\n")
     print(f"The tokens of the first one:\n{out[0].table()}\n")
-    print(f"{tokens} tokens in {times['generate']:.2f} s: {rate:.0f} tokens/s on {threads} thread(s).")
+    print(
+        f"{tokens} tokens in {times['generate']:.2f} s: {rate:.0f} tokens/s on {threads} thread(s)."
+    )
     return 0
 
 
@@ -173,7 +175,9 @@ def _add(commands: Any, name: str, run: Any, example: str) -> argparse.ArgumentP
 
 def _add_demo(commands: Any) -> None:
     parser = _add(commands, "demo", demo, "deepinfer demo --max-tokens 32")
-    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, metavar="N", help="default %(default)s"
+    )
     _add_common(parser, seed=0)
 
 
@@ -185,7 +189,9 @@ def _add_generate(commands: Any) -> None:
         "--model", default="tiny", metavar="PATH",
         help="a checkpoint's folder, or 'tiny' for random weights (default)",
     )  # fmt: skip
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="default %(default)s"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all")
     parser.add_argument("--top-k", type=int, default=-1, metavar="K", help="-1 keeps all")

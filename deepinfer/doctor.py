@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from deepinfer.measure.table import Table
 
 PYTHON = (3, 11)
-REQUIRED = {"torch": (2, 11), "numpy": (), "einops": (), "safetensors": (), "tokenizers": (), "jaxtyping": ()}
+REQUIRED = {
+    "torch": (2, 11),
+    "numpy": (),
+    "einops": (),
+    "safetensors": (),
+    "tokenizers": (),
+    "jaxtyping": (),
+}
 # Package -> (extra that brings it, what it is for).
 OPTIONAL = {
     "matplotlib": ("lab", "drawings"),
@@ -61,7 +68,10 @@ class Report:
         for group in dict.fromkeys(row["group"] for row in self.rows):
             rows = [row for row in self.rows if row["group"] == group]
             width = max(len(row["name"]) for row in rows)
-            lines += [group, *(f"  {row['state']:<7}  {row['name']:<{width}}  {row['detail']}" for row in rows)]
+            lines += [
+                group,
+                *(f"  {row['state']:<7}  {row['name']:<{width}}  {row['detail']}" for row in rows),
+            ]
         lines += ["", *(f"problem: {text}" for text in self.problems or ["none"])]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -88,14 +98,22 @@ def _packages(report: Report) -> None:
     import deepinfer
     from deepinfer.measure.provenance import commit
 
-    report.add("packages", "deepinfer", f"{deepinfer.__version__}, commit {commit() or 'unknown (installed)'}")
+    report.add(
+        "packages",
+        "deepinfer",
+        f"{deepinfer.__version__}, commit {commit() or 'unknown (installed)'}",
+    )
     if sys.version_info < PYTHON:
         report.problem(
             "packages", "python", platform.python_version(),
             f"Python {platform.python_version()} is older than 3.11: make the venv with a newer one",
         )  # fmt: skip
     else:
-        report.add("packages", "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+        report.add(
+            "packages",
+            "python",
+            f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        )
     for name, least in REQUIRED.items():
         found = version_of(name)
         if found is None:
@@ -144,16 +162,24 @@ def _devices(report: Report) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     report.add("devices", "cpu", f"{capability}, {cores} cores, float32 / bfloat16 / float64")
-    report.add("devices", "threads", f"{threads} now; decode-sized work wants 1 (OMP_NUM_THREADS, --threads)")
+    report.add(
+        "devices",
+        "threads",
+        f"{threads} now; decode-sized work wants 1 (OMP_NUM_THREADS, --threads)",
+    )
     built = torch.version.cuda or torch.version.hip
     if not built:
         report.add("devices", "cuda", f"torch {torch.__version__} is a build without CUDA", "no")
     elif not torch.cuda.is_available():
-        report.add("devices", "cuda", f"torch is built for {built}, but no GPU or driver is found", "no")
+        report.add(
+            "devices", "cuda", f"torch is built for {built}, but no GPU or driver is found", "no"
+        )
     else:
         for i in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(i)
-            detail = f"{found.name}, SM{found.major}{found.minor}, {found.total_memory / 1e9:.0f} GB"
+            detail = (
+                f"{found.name}, SM{found.major}{found.minor}, {found.total_memory / 1e9:.0f} GB"
+            )
             report.add("devices", f"cuda:{i}", detail)
     if version_of("torch_npu") is None:
         report.add("devices", "npu", "torch_npu is not installed", "no")

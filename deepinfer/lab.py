@@ -1,4 +1,4 @@
-"""The tutorials on disk: found in a checkout, copied from an installed package, never overwritten."""
+"""The tutorials on disk: a checkout's own, or copies from the package, never over a changed one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-MANIFEST = ".deepinfer-tutorials.json"  # name -> hash of what was copied, to tell whose change it is
+MANIFEST = (
+    ".deepinfer-tutorials.json"  # name -> hash of what was copied, to tell whose change it is
+)
 FOLDER = "deepinfer-tutorials"
 
 

@@ -88,7 +88,10 @@ def test_kernels_is_ours_and_only_inside_the_package():
 def test_a_new_kernel_folder_needs_no_new_install(tmp_path):
     """Every folder with an `__init__.py` under kernels/ can be imported as it stands."""
     found = sorted(p.parent.name for p in KERNELS.glob("*/__init__.py"))
-    run("import importlib\n" + "".join(f"importlib.import_module('deepinfer.kernels.{n}')\n" for n in found))
+    run(
+        "import importlib\n"
+        + "".join(f"importlib.import_module('deepinfer.kernels.{n}')\n" for n in found)
+    )
 
 
 def test_a_type_checker_resolves_every_name(tmp_path):
@@ -102,8 +105,18 @@ def test_a_type_checker_resolves_every_name(tmp_path):
     (tmp_path / "probe.py").write_text("\n".join(lines))
     (tmp_path / "pyrightconfig.json").write_text("{}")
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "probe.py"],
-        cwd=tmp_path, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "pyright",
+            "--outputjson",
+            "--pythonpath",
+            sys.executable,
+            "probe.py",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     if not done.stdout.lstrip().startswith("{"):
         pytest.skip(f"pyright cannot start here (it fetches itself once): {done.stderr[-300:]}")

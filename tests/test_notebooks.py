@@ -21,7 +21,7 @@ LIMIT_BYTES = 400_000
 # What nbval skips, misreads or cannot compare; each was seen to pass or fail for the wrong reason.
 BANNED = {
     r"\bclear_output\b": "nbval ignores clear_output",
-    r"\binteract(ive|ive_output)?\(": "text leaks out of interact under nbval; use a widget's value",
+    r"\binteract(ive|ive_output)?\(": "text leaks out of interact under nbval; use a value",
     r"\bOutput\(": "text leaks out of an Output widget under nbval",
     r"\bdisplay_id\b": "nbval ignores updates of a display",
     r"^\s*%%": "cell magics are not allowed",
@@ -140,13 +140,22 @@ def test_guard_lets_good_notebooks_pass():
 
 @pytest.mark.parametrize(
     ("bad", "why"),
-    [(cell(source), why) for source, why in [
-        ("%nope", "unknown magic"), ("%%time\n1", "cell magics"), ("!ls", "shell"),
-        ("clear_output()", "clear_output"), ("interact(f, x=1)", "interact"),
-        ("o = widgets.Output()", "Output"), ("display(x, display_id=True)", "updates"),
-        ("input('?')", "answer"), ("print(time.time())", "times"), ("Out[1]", "history"),
-        (" ", "empty"),
-    ]]
+    [
+        (cell(source), why)
+        for source, why in [
+            ("%nope", "unknown magic"),
+            ("%%time\n1", "cell magics"),
+            ("!ls", "shell"),
+            ("clear_output()", "clear_output"),
+            ("interact(f, x=1)", "interact"),
+            ("o = widgets.Output()", "Output"),
+            ("display(x, display_id=True)", "updates"),
+            ("input('?')", "answer"),
+            ("print(time.time())", "times"),
+            ("Out[1]", "history"),
+            (" ", "empty"),
+        ]
+    ]
     + [
         (cell("1/0", new_output("error", ename="E", evalue="v", traceback=[])), "raised E"),
         (cell("x", printed("<object at 0x7f3a2b1c>")), "an address"),
@@ -214,13 +223,22 @@ def run_nbval(folder: Path, *arguments: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_broken_cell_fails_under_these_settings(tmp_path):
-    """Wrong text, a failed assert, and all from a dead kernel or a timeout on; `;` hides a value."""
+    """Wrong text, a failed assert, all after a dead kernel or a timeout; `;` hides a value."""
     write = lambda name, *cells: (tmp_path / name).write_text(  # noqa: E731
         notebook(*cells, first="1;").replace("di.verdict(True, 'holds')", "2;")
     )
-    write("good.ipynb", cell("print(1)", printed("1\n")), cell("import warnings; warnings.warn('w')",
-          new_output("stream", name="stderr", text="<cell>:1: UserWarning: w\n"
-                     "  import warnings; warnings.warn('w')\n")))
+    write(
+        "good.ipynb",
+        cell("print(1)", printed("1\n")),
+        cell(
+            "import warnings; warnings.warn('w')",
+            new_output(
+                "stream",
+                name="stderr",
+                text="<cell>:1: UserWarning: w\n  import warnings; warnings.warn('w')\n",
+            ),
+        ),
+    )
     write("wrong.ipynb", cell("print(1)", printed("2\n")), cell("assert False"))
     write("dead.ipynb", cell("import os; os._exit(1)"), cell("3;"), cell("4;"))
     write("late.ipynb", cell("import time; time.sleep(60)"), cell("3;"), cell("4;"))

@@ -89,7 +89,9 @@ def test_columns_are_those_of_the_rows_or_as_told():
 
 
 def test_selecting_keeps_title_and_provenance():
-    table = di.Table([{"x": i, "even": i % 2 == 0} for i in range(6)], title="t", provenance={"k": 1})
+    table = di.Table(
+        [{"x": i, "even": i % 2 == 0} for i in range(6)], title="t", provenance={"k": 1}
+    )
     even = table.where(even=True)
     assert even["x"] == [0, 2, 4] and even.title == "t" and even.provenance["k"] == 1
     assert table.where(lambda row: row["x"] > 4)["x"] == [5]

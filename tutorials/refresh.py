@@ -1,8 +1,8 @@
 """Run the tutorials anew and store their outputs: `python tutorials/refresh.py [NOTEBOOK ...]`.
 
 Outputs are made under the settings of conftest.py, so that nbval compares like with like. What
-changes from run to run (timings, widget state, the interpreter's version) is not stored. A cell that
-raises without the tag `raises-exception` stops the script and leaves its notebook as it was.
+changes from run to run (timings, widget state, the interpreter's version) is not stored. A cell
+that raises without the tag `raises-exception` stops the script and leaves its notebook as it was.
 """
 
 import argparse

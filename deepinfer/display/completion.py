@@ -40,7 +40,13 @@ def completions_text(items: Sequence[Completion]) -> str:
     """One line an item."""
     columns = ("item", "prompt", "tokens", "finish", "text")
     rows = [
-        [str(c.index), str(len(c.prompt_token_ids)), str(len(c.token_ids)), c.finish_reason, _said(c)]
+        [
+            str(c.index),
+            str(len(c.prompt_token_ids)),
+            str(len(c.token_ids)),
+            c.finish_reason,
+            _said(c),
+        ]
         for c in items[:SHOWN_ITEMS]
     ]
     return grid(columns, rows, columns[:3], _hidden(items), title=f"{len(items)} completions")

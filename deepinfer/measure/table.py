@@ -73,7 +73,9 @@ class Table:
             return self._same(self._rows[key])
         return dict(zip(self.columns, self._rows[key], strict=True))
 
-    def where(self, test: Callable[[dict[str, Cell]], bool] | None = None, **equal: object) -> "Table":
+    def where(
+        self, test: Callable[[dict[str, Cell]], bool] | None = None, **equal: object
+    ) -> "Table":
         """The rows whose columns equal the given values and for which `test(row)` holds."""
         places = {self._place(name): value for name, value in equal.items()}
         return self._same(
@@ -149,9 +151,7 @@ class Table:
 
     # -- showing ----------------------------------------------------------------------------------
 
-    def plot(
-        self, x: str, y: str, by: str | None = None, ax: "Axes | None" = None
-    ) -> "Axes":
+    def plot(self, x: str, y: str, by: str | None = None, ax: "Axes | None" = None) -> "Axes":
         """Draw column `y` over `x`, one line (bars, where an x is no number) a value of `by`.
 
         Rows are taken in order of x; rows without x or y are left out. Returns the Axes, for

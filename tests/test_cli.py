@@ -1,0 +1,246 @@
+"""The command: each part does what its help says, and refuses in one line."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+import deepinfer as di
+from deepinfer import cli, doctor, lab
+
+COMMANDS = ("demo", "generate", "inspect", "make-tiny", "doctor", "lab")
+
+
+@pytest.fixture(autouse=True)
+def keep_threads():
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(arguments)
+    return (status, *capsys.readouterr())
+
+
+# -- every command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_is_understood(command, capsys):
+    import shlex
+
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    example = " ".join(capsys.readouterr().out.split("example: deepinfer ", 1)[1].split())
+    assert cli._parser().parse_args(shlex.split(example)).command == command
+
+
+def test_wrong_usage_is_answered(capsys):
+    for wrong in ([], ["demos"], ["inspect"], ["generate", "--top-k", "many", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(wrong)
+        assert stop.value.code == 2 and "usage: deepinfer" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"deepinfer {di.__version__}\n"
+
+
+def test_errors_are_one_line_and_say_why(capsys, tmp_path):
+    status, out, err = run(capsys, "inspect", str(tmp_path / "nowhere"))
+    assert status == 1 and out == "" and len(err.splitlines()) == 1 and "nowhere" in err
+    with pytest.raises((ValueError, OSError)):
+        cli.main(["--traceback", "inspect", str(tmp_path / "nowhere")])
+
+
+def test_help_does_not_load_torch():
+    code = "import sys; from deepinfer import cli\ntry: cli.main(['--help'])\n"
+    code += "except SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("False")
+
+
+# -- running a model ------------------------------------------------------------------------------
+
+
+def test_demo_shows_text_tokens_and_timing(capsys):
+    status, out, err = run(capsys, "demo", "--max-tokens", "4")
+    assert status == 0 and "threads: 1" in err
+    for shown in ("MB", "official format", "prompt: ", "Completion 0:", "logprob", "tokens/s on 1"):
+        assert shown in out
+
+
+def test_demo_as_json(capsys):
+    status, out, _ = run(capsys, "demo", "--max-tokens", "3", "--json")
+    whole = json.loads(out)
+    assert status == 0 and whole["tokens"] == 6 and whole["bytes"] > 0
+    assert set(whole["seconds"]) == {"write", "load", "generate"}
+
+
+def test_generate_repeats_with_a_seed_and_drafts_change_nothing(capsys):
+    texts = []
+    for more in ([], [], ["--draft", "3"]):
+        arguments = ["generate", "--dtype", "float64", "--max-tokens", "6", "--seed", "7", "--json"]
+        status, out, err = run(capsys, *arguments, *more, "one", "two")
+        assert status == 0 and "random weights" in err
+        texts.append([c["token_ids"] for c in json.loads(out)["completions"]])
+    assert texts[0] == texts[1] == texts[2] and [len(ids) for ids in texts[0]] == [6, 6]
+
+
+def test_generate_refuses_bad_values(capsys):
+    for arguments, said in (
+        (["--top-p", "0"], "top_p"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--draft", "-1"], "--draft -1"),
+        (["--threads", "0"], "--threads 0"),
+    ):
+        status, out, err = run(capsys, "generate", *arguments, "x")
+        assert status == 1 and out == "" and said in err
+
+
+def test_make_tiny_then_generate_and_inspect(capsys, tmp_path):
+    path = tmp_path / "tiny"
+    status, out, _ = run(capsys, "make-tiny", str(path), "--seed", "3", "--json")
+    files = json.loads(out)["files"]
+    assert status == 0 and {"config.json", "tokenizer.json"} <= set(files)
+    assert {p.name: p.stat().st_size for p in path.iterdir()} == files
+    status, out, _ = run(
+        capsys, "generate", "--model", str(path), "--max-tokens", "2", "--json", "x"
+    )
+    assert status == 0 and len(json.loads(out)["completions"][0]["token_ids"]) == 2
+    status, _, err = run(capsys, "make-tiny", str(path))
+    assert status == 1 and "is there already" in err
+    for place in (path, path / "config.json"):
+        assert run(capsys, "inspect", str(place))[0] == 0
+
+
+def test_inspect_knows_the_release_without_a_checkpoint(capsys):
+    """Counts and bytes published for the released checkpoint."""
+    status, out, _ = run(capsys, "inspect", "v41-flash")
+    assert status == 0
+    for number in ("96085", "510286023000", "763205315794"):
+        assert number in out.replace(",", "")
+    json.loads(run(capsys, "inspect", "v41-flash", "--json")[1])
+
+
+# -- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_has_a_reason_for_every_no(capsys):
+    status, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert (status == 0) == report["ok"] == (report["problems"] == [])
+    groups = {row["group"] for row in report["rows"]}
+    assert groups == {"packages", "optional packages", "devices", "kernels"}
+    assert all(row["detail"] for row in report["rows"])
+    ops = {row["name"].split("/")[0] for row in report["rows"] if row["group"] == "kernels"}
+    assert ops == set(di.kernels.names())
+    text = run(capsys, "doctor")[1]
+    assert all(row["name"] in text for row in report["rows"])
+
+
+def test_doctor_notices_the_other_distribution(monkeypatch, capsys):
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.1.0" if name == "deepinfer" else real(name)
+    )
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "problem: the distribution 'deepinfer' 0.1.0 is another project" in out
+
+
+def test_doctor_notices_what_is_old_or_missing(monkeypatch):
+    def version(name):
+        if name in ("einops", "pandas"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.9.1+cu128" if name == "torch" else "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 1))
+    report = doctor.examine()
+    said = " ".join(report.problems)
+    assert "einops is missing" in said and "torch 2.9.1+cu128 is too old" in said
+    assert "older than 3.11" in said and "pandas" not in said
+    states = {row["name"]: row["state"] for row in report.rows}
+    assert states["pandas"] == "no" and states["matplotlib"] == "ok"
+
+
+def test_doctor_survives_a_torch_that_cannot_load(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
+    report = doctor.Report()
+    doctor._devices(report)
+    assert "torch cannot be imported" in report.problems[0]
+
+
+# -- lab ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("00.ipynb", "01.ipynb"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_lab_never_overwrites_a_changed_notebook(tmp_path, source):
+    target = tmp_path / "mine"
+    assert lab.copy(target, source) == ["00.ipynb: copied", "01.ipynb: copied"]
+    (target / "00.ipynb").write_text("my work")
+    kept = "00.ipynb: yours is changed, and is kept"
+    assert lab.copy(target, source) == [kept, "01.ipynb: up to date"]
+
+    for name in ("00.ipynb", "01.ipynb"):  # the package brings another version
+        (source / name).write_text('{"v": 2}')
+    beside = f"00-{di.__version__}.ipynb"
+    said = [f"{kept}; the package's version is in {beside}", "01.ipynb: brought up to date"]
+    assert lab.copy(target, source) == said
+    assert (target / "00.ipynb").read_text() == "my work"
+    assert (target / beside).read_text() == (target / "01.ipynb").read_text() == '{"v": 2}'
+    assert lab.copy(target, source) == [kept, "01.ipynb: up to date"]
+
+
+def test_lab_keeps_files_it_never_saw(tmp_path, source):
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "00.ipynb").write_text("not from us")
+    (target / f"00-{di.__version__}.ipynb").write_text("mine as well")
+    said = lab.copy(target, source)
+    assert said[0].endswith(f"is in 00-{di.__version__}-2.ipynb")
+    assert (target / "00.ipynb").read_text() == "not from us"
+    assert (target / f"00-{di.__version__}.ipynb").read_text() == "mine as well"
+
+
+def test_lab_without_jupyterlab_is_refused_before_any_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run(capsys, "lab", str(tmp_path / "mine"))
+    assert status == 1 and "pip install 'deepinfer-lab[lab]'" in err
+    assert not (tmp_path / "mine").exists()
+
+
+def test_lab_opens_the_copies_or_the_checkout(tmp_path, monkeypatch, source, capsys):
+    opened = []
+    monkeypatch.setattr(lab.subprocess, "run", lambda command, **_: opened.append(command))
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+    run(capsys, "lab", str(tmp_path / "mine"))
+    assert opened[-1] == [sys.executable, "-m", "jupyterlab", str(tmp_path / "mine")]
+    run(capsys, "lab")
+    assert opened[-1][-1] == str(lab.checkout())
+    monkeypatch.setattr(lab, "checkout", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    run(capsys, "lab")
+    assert opened[-1][-1] == lab.FOLDER and (tmp_path / lab.FOLDER / "00.ipynb").exists()
+
+
+def test_lab_says_when_there_is_nothing_to_copy(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no tutorials"):
+        lab.copy(tmp_path / "mine", tmp_path / "empty")

@@ -1,0 +1,132 @@
+"""What is shipped and what the README promises are the same thing."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import deepinfer as di
+from deepinfer import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -e '.[lab]' && .venv/bin/deepinfer demo"
+TEST = ".venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+def test_readme_begins_with_the_two_commands():
+    assert blocks("sh")[0].splitlines() == [SETUP, TEST]
+    assert README.index(SETUP) < 600  # the first screen
+
+
+def test_ci_runs_the_readme_s_test_command():
+    script = (ROOT / ".ci/run").read_text("utf-8")
+    assert re.findall(r'^TEST_COMMAND="(.*)"$', script, re.M) == [TEST]
+    assert script.rstrip().endswith('eval "$TEST_COMMAND"')
+    assert os.access(ROOT / ".ci/run", os.X_OK) or os.name == "nt"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_ci_script_is_valid_bash():
+    assert subprocess.run(["bash", "-n", str(ROOT / ".ci/run")]).returncode == 0
+
+
+def test_readme_commands_are_understood():
+    lines = [line for block in blocks("sh") + blocks("bat") for line in block.splitlines()]
+    calls = [
+        part.split("deepinfer ", 1)[1]
+        for line in lines
+        for part in line.split(" && ")
+        if re.match(r"(\.venv\S)?(\S*[/\\])?deepinfer ", part)
+    ]
+    assert len(calls) >= 8
+    commands = {cli._parser().parse_args(shlex.split(c, comments=True)).command for c in calls}
+    assert commands == {"demo", "generate", "inspect", "make-tiny", "doctor", "lab"}
+
+
+def test_readme_cells_run(capsys):
+    """The cells as one notebook; what they show last is an object with a text form."""
+    namespace: dict = {}
+    for block in blocks("python"):
+        *body, last = re.split(r"\n(?=\S)", block.rstrip())
+        exec("\n".join(body), namespace)
+        assert repr(eval(last, namespace))
+    assert capsys.readouterr().out == ""  # the library prints nothing
+
+
+def test_readme_names_files_that_are_there():
+    for name in re.findall(r"\b(engine/\w+\.py|\w+\.cff|CHANGELOG\.md|LICENSE)\b", README):
+        assert (ROOT / name).exists() or (ROOT / "deepinfer" / name).exists(), name
+
+
+def test_versions_and_metadata_agree():
+    assert PROJECT["name"] == "deepinfer-lab" and PROJECT["version"] == di.__version__
+    assert f"version: {di.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"## {di.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert PROJECT["scripts"] == {"deepinfer": "deepinfer.cli:main"}
+    assert set(PROJECT["optional-dependencies"]) == {"lab", "grammar", "test", "gpu"}
+
+
+def build(tmp_path: Path) -> Path:
+    """The wheel, built from a copy so that the checkout stays as it is."""
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv", "build", "*.egg-info", "__pycache__", ".*cache"
+    )
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path)]
+    done = subprocess.run([*command, str(tmp_path / "tree")], capture_output=True, text=True)
+    if done.returncode and "setuptools" in done.stderr and "No matching" in done.stderr:
+        pytest.skip("building a wheel needs setuptools, which cannot be fetched here")
+    assert done.returncode == 0, done.stderr
+    return next(tmp_path.glob("*.whl"))
+
+
+def in_wheel(site: Path, *arguments: str, cwd: Path) -> str:
+    """Run Python with the unpacked wheel in front of everything."""
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_everything_and_works(tmp_path):
+    wheel, site = build(tmp_path), tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(site)
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"deepinfer", f"deepinfer_lab-{di.__version__}.dist-info"}, "kernels on top"
+    copy = tmp_path / "tree"  # others may be at work in the checkout itself
+    for tree, inside in (("deepinfer", "deepinfer"), ("kernels", "deepinfer/kernels")):
+        for path in (copy / tree).rglob("*"):
+            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".json", ".safetensors"):
+                place = f"{inside}/{path.relative_to(copy / tree).as_posix()}"
+                assert place in names or path.parent.name == "__pycache__", place
+    shipped = {name.rsplit("/", 1)[1] for name in names if name.startswith("deepinfer/tutorials/")}
+    assert {p.name for p in (copy / "tutorials").glob("*.ipynb")} == shipped
+
+    code = "import deepinfer.kernels as k, deepinfer as di; print(k.__file__, di.kernels.names())"
+    assert str(site / "deepinfer" / "kernels") in in_wheel(site, "-c", code, cwd=tmp_path)
+    said = in_wheel(site, "-m", "deepinfer.cli", "doctor", "--json", cwd=tmp_path)
+    facts = {row["name"]: row["detail"] for row in json.loads(said)["rows"]}
+    assert "commit unknown (installed)" in facts["deepinfer"]
+    if any(name.endswith(".ipynb") for name in shipped):
+        in_wheel(site, "-m", "deepinfer.cli", "lab", "--copy", "mine", cwd=tmp_path)
+        copied = {p.name for p in (tmp_path / "mine").glob("*.ipynb")}
+        assert copied == shipped
