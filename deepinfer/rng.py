@@ -47,6 +47,15 @@ def signed(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
+def request_seed(engine_seed: int, number: int) -> int:
+    """Seed of the engine's request `number` where none was given: 64 bits of a stream of its own."""
+    import torch
+
+    key = torch.tensor([signed(~engine_seed)], dtype=torch.long)
+    low, high = words(key, torch.tensor([number], dtype=torch.long), Purpose.DRAW, 2)[0].tolist()
+    return (high << 32) | low
+
+
 def draft_seed(seed: Tensor) -> Tensor:
     """Seeds of a drafter's draws, apart from the target's at the same positions. [t] long."""
     return seed + DRAFT_OFFSET

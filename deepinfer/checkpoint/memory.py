@@ -62,7 +62,7 @@ class MemoryCheckpoint:
             engram_hash.check_rows(config)
             self.token_map = engram_hash.token_map(tokenizer)
             engram_hash.check_map(config, self.token_map)
-        self._state = state
+        self.state = state
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class MemoryCheckpoint:
         """As `Checkpoint.read`."""
         if name not in self.weights:
             raise KeyError(f"{name}: the state has no weight of this name")
-        return self._stored(self._state[name], self.weights[name].storage, dtype)
+        return self._stored(self.state[name], self.weights[name].storage, dtype)
 
     def read_experts(
         self,
@@ -87,7 +87,7 @@ class MemoryCheckpoint:
     ) -> Tensor | Quantised:
         """As `Checkpoint.read_experts`."""
         parts = names.expert_names(self.weights, prefix, matrix, experts)
-        stacked = torch.stack([self._state[part] for part in parts])
+        stacked = torch.stack([self.state[part] for part in parts])
         return self._stored(stacked, self.weights[parts[0]].storage, dtype)
 
     def _stored(self, value: Tensor, storage: str, dtype: torch.dtype | None):
