@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.request import Completion
 
 PROMPTS = ("The walk of a token begins", "A cache remembers")
+DRAFTS = 3
 RELEASE = "v41-flash"  # the released architecture, known without a checkpoint
 
 
@@ -47,39 +48,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def demo(args: argparse.Namespace) -> int:
     """A tiny checkpoint is written, loaded through the official format, and generates."""
-    import deepinfer as di
-
     threads = _threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="deepinfer-") as folder:
-        path = Path(folder) / "tiny"
-        times = {"write": _timed(lambda: _make_tiny(path, args.seed))[1]}
-        files = sorted(p for p in path.iterdir() if p.is_file())
-        written = sum(p.stat().st_size for p in files)
-        engine, times["load"] = _timed(lambda: di.Engine.from_pretrained(path, device=args.device))
-        with engine:
-            engine.generate(PROMPTS[0], max_tokens=2)  # what the first call sets up is not timed
-            out, times["generate"] = _timed(
-                lambda: engine.generate(list(PROMPTS), max_tokens=args.max_tokens, seed=args.seed)
-            )
-        out.raise_for_errors()
-    tokens = sum(len(c.token_ids) for c in out)
-    rate = tokens / times["generate"]
+        facts, plain, drafted = _demo(Path(folder) / "tiny", args)
+    facts["threads"] = threads
     if args.json:
-        whole = {"files": len(files), "bytes": written, "threads": threads, "seconds": times}
-        _dump(whole | {"tokens": tokens, "tokens_per_s": rate, "completions": _plain(out, PROMPTS)})
+        _dump(facts | {"completions": _plain(plain, PROMPTS)})
         return 0
+    seconds = facts["seconds"]
     print(
-        f"A tiny checkpoint (random weights, so the text is noise; every code path of the model runs):"
-        f"\n{len(files)} files, {written / 1e6:.1f} MB, written in {times['write']:.2f} s and loaded "
-        f"through the official format in {times['load']:.2f} s.\n"
+        "A tiny checkpoint: random weights, so its text is noise, but every mechanism of the model.\n"
+        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in {seconds['write']:.2f} s, "
+        f"loaded through the official format in {seconds['load']:.2f} s.\n"
     )
-    for prompt, completion in zip(PROMPTS, out, strict=True):
+    for prompt, completion in zip(PROMPTS, plain, strict=True):
         print(f"prompt: {prompt}\n{completion}\n")
-    print(f"The tokens of the first one:\n{out[0].table()}\n")
-    print(
-        f"{tokens} tokens in {times['generate']:.2f} s: {rate:.0f} tokens/s on {threads} thread(s)."
-    )
+    same = [c.token_ids for c in plain] == [c.token_ids for c in drafted]
+    print(f"The first one again, with {DRAFTS} drafts a step: where each token came from")
+    print(f"{drafted[0].table()}\n")
+    print(f"steps: {facts['steps']} without drafts, {facts['drafted_steps']} with", end=", ")
+    print("and the same tokens" if same else "tokens differ (a near-tie in float32)")
+    rate = facts["tokens"] / seconds["generate"]
+    print(f"{facts['tokens']} tokens in {seconds['generate']:.2f} s: {rate:.0f} tokens/s", end=", ")
+    print(f"{threads} thread" + ("s" if threads > 1 else ""))
     return 0
+
+
+def _demo(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], Any, Any]:
+    """What `demo` measured, and what was generated without and with drafts."""
+    import deepinfer as di
+
+    seconds = {"write": _timed(lambda: _make_tiny(path, args.seed))[1]}
+    sizes = [p.stat().st_size for p in path.iterdir() if p.is_file()]
+    engine, seconds["load"] = _timed(lambda: di.Engine.from_pretrained(path, device=args.device))
+
+    def run(engine: Engine) -> Any:
+        out = engine.generate(list(PROMPTS), max_tokens=args.max_tokens, seed=args.seed)
+        return out.raise_for_errors()
+
+    with engine, engine.with_(verifier=di.verifier.Fixed(DRAFTS)) as speculative:
+        engine.generate(PROMPTS[0], max_tokens=2)  # what the first call sets up is not timed
+        plain, seconds["generate"] = _timed(lambda: run(engine))
+        drafted = run(speculative)
+    facts = {"files": len(sizes), "bytes": sum(sizes), "seconds": seconds}
+    facts["tokens"] = sum(len(c.token_ids) for c in plain)
+    facts["steps"], facts["drafted_steps"] = (
+        max(len({step.step for step in c.steps}) for c in out) for out in (plain, drafted)
+    )
+    return facts, plain, drafted
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -268,9 +284,9 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _make_tiny(path: Path, seed: int) -> None:
-    from deepinfer.checkpoint import tiny
+    from deepinfer.checkpoint.tiny import write_tiny
 
-    tiny.make(path, seed=seed)
+    write_tiny(path, seed=seed)
 
 
 def _timed(work: Any) -> tuple[Any, float]:

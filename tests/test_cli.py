@@ -74,7 +74,15 @@ def test_help_does_not_load_torch():
 def test_demo_shows_text_tokens_and_timing(capsys):
     status, out, err = run(capsys, "demo", "--max-tokens", "4")
     assert status == 0 and "threads: 1" in err
-    for shown in ("MB", "official format", "prompt: ", "Completion 0:", "logprob", "tokens/s on 1"):
+    for shown in (
+        "MB",
+        "official format",
+        "prompt: ",
+        "Completion 0:",
+        "logprob",
+        "tokens/s, 1 thread",
+        "with, and the same tokens",
+    ):
         assert shown in out
 
 
@@ -82,6 +90,7 @@ def test_demo_as_json(capsys):
     status, out, _ = run(capsys, "demo", "--max-tokens", "3", "--json")
     whole = json.loads(out)
     assert status == 0 and whole["tokens"] == 6 and whole["bytes"] > 0
+    assert 1 <= whole["drafted_steps"] <= whole["steps"] == 3
     assert set(whole["seconds"]) == {"write", "load", "generate"}
 
 
