@@ -119,27 +119,38 @@ def tiny_config(quantised: bool = True) -> ModelConfig:
 # Standard deviations of what is not a matrix, and gains of the matrices: a matrix of k columns has
 # standard deviation gain / sqrt(k), which multiplies the size of its input by the gain.
 _STD = {
-    "embed.weight": 1.0,
+    "engram.embed.weight": 1.0,
+    "embed.weight": 3.0,
     "attn_sink": 1.0,
     "gate.bias": 0.2,
     "gate.bias_vl": 0.2,
-    "_base": 0.5,
+    "_base": 1.5,
     "_fn": 0.02,
 }
 _GAIN = {
     "wq_b.weight": 2.0,  # sharp attention: its logits get this standard deviation
-    "head.weight": 1.0,
+    "head.weight": 1.3,
     "gate.weight": 2.0,
-    "w1.weight": 2.0,
+    "w1.weight": 2.0,  # into the clamp
     "w3.weight": 2.0,
+    "w2.weight": 0.25,
+    "confidence_head.proj.weight": 0.2,
 }
+_BIGRAM = 0.55  # size of the bigram law in the logits, which the drafter knows too
+_SHOWN = 2.5  # how much the directions of the embedding that it reads stand out
+_QUIET = 0.3  # of the output rows of tokens that should rarely be written
 
 
 def tiny_state(seed: int = 0) -> tuple[ModelConfig, dict[str, Tensor], Any]:
     """(config, {official name: float32 tensor}, tokenizer). Values depend on seed and name only."""
     config = tiny_config()
-    state = {w.name: _draw(seed, w) for w in names.weights(config)}
-    return config, state, tiny_tokenizer()
+    state = {w.name: _draw(seed, w.name, w.shape) for w in names.weights(config)}
+    _share_bigrams(config, state, seed)
+    tokenizer = tiny_tokenizer()
+    quiet = [token for token in range(config.vocab_size) if _is_quiet(tokenizer, token)]
+    for name in ("head.weight", "mtp.2.markov_head.head.weight"):
+        state[name][quiet] *= _QUIET
+    return config, state, tokenizer
 
 
 def tiny_checkpoint(seed: int = 0, quantised: bool = True) -> MemoryCheckpoint:
@@ -154,9 +165,8 @@ def write_tiny(path: str | os.PathLike, seed: int = 0, quantised: bool = True, *
     return write(path, config, state, tokenizer=tokenizer, quantised=quantised, **options)
 
 
-def _draw(seed: int, weight: names.Weight) -> Tensor:
+def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     """Random values of one weight. NumPy draws the same numbers on every machine."""
-    name, shape = weight.name, weight.shape
     rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
     values = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
     if name.endswith("norm.weight"):
@@ -168,3 +178,32 @@ def _draw(seed: int, weight: names.Weight) -> Tensor:
         gain = next((gain for suffix, gain in _GAIN.items() if name.endswith(suffix)), 1.0)
         std = gain * shape[-1] ** -0.5
     return std * values
+
+
+def _share_bigrams(config: ModelConfig, state: dict[str, Tensor], seed: int) -> None:
+    """Give model and drafter a common law of which token follows which.
+
+    A few directions of the embedding, `seen` "r d", stand out and decide through `likes` "v r". The
+    model applies both to its last hidden state, in which the embedding of the token still shows; the
+    drafter's Markov head applies them to the embedding itself. Noise rows say nothing about what
+    follows, and the drafter's own output is turned down beside its Markov head.
+    """
+    rank, width, vocab = config.dspark_markov_rank, config.hidden_size, config.vocab_size
+    seen = torch.linalg.qr(_draw(seed, "bigram.seen", (width, rank)))[0].T
+    likes = _draw(seed, "bigram.likes", (vocab, rank)) * rank**0.5
+    embed = state["embed.weight"]
+    embed += (_SHOWN - 1) * (embed @ seen.T) @ seen
+    noise = embed[config.dspark_noise_token_id]
+    noise -= seen.T @ (seen @ noise)
+    state["head.weight"] = state["head.weight"] + _BIGRAM * likes @ seen
+    last = config.layer_name(config.draft_layers[-1])
+    hidden = embed * (width**0.5 / embed.norm(dim=1, keepdim=True))  # as a norm would show it
+    state[f"{last}.markov_head.embed.weight"] = hidden @ seen.T
+    state[f"{last}.markov_head.head.weight"] = _BIGRAM * likes
+    state[f"{last}.norm.weight"] *= 0.3
+
+
+def _is_quiet(tokenizer: Any, token: int) -> bool:
+    """Special tokens and single bytes that are not printable ASCII."""
+    text = tokenizer.decode([token], skip_special_tokens=True)
+    return not text or (len(text) == 1 and not (text.isascii() and text.isprintable()))
