@@ -330,7 +330,7 @@ class Engine:
             self._requests.pop(request.id, None)
 
     def _add(self, prompt: Any, params: SamplingParams) -> Request:
-        rt = self._started()
+        rt = self.runtime
         ids = encode_prompt(self, prompt)
         params.validate_for(self.config.vocab_size)
         limit = rt.limits.model_len
@@ -363,7 +363,7 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
-        rt = self._started()
+        rt = self.runtime
         schedule = rt.scheduler.schedule()
         if schedule.kind == "idle":
             return
@@ -404,7 +404,7 @@ class Engine:
         fed as decode rows. chunks: rows per step; prompt=1, chunks=[1]*t is serial decode. Rows a policy
         drops are NaN. Raises ValueError for bad ids or chunks.
         """
-        rt = self._started()
+        rt = self.runtime
         ids = encode_prompt(self, token_ids)
         if len(ids) > rt.limits.model_len:
             raise ValueError(f"{len(ids)} ids, this engine holds max_model_len={rt.limits.model_len}")
@@ -470,7 +470,10 @@ class Engine:
 
     # -------------------------------------------------------------------------------- life cycle
 
-    def _started(self) -> Runtime:
+    @property
+    def runtime(self) -> Runtime:
+        """This engine's own parts, opened: scheduler, cache, pools, slot copies, limits. Made at first
+        use. Raises RuntimeError after close()."""
         if self._closed:
             raise RuntimeError("this engine is closed: make another, or eng.with_() over the same weights")
         if self._runtime is None:
