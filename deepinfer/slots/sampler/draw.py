@@ -44,12 +44,19 @@ def draw_by_weight(probs: Tensor, keys: RowKeys, purpose: rng.Purpose) -> Tensor
     upto = weights.sum(1).cumsum(-1)  # [t, lanes], inclusive
     total = upto[:, -1:].clamp(min=1)
     limit = rng.WORD // total * total
-    words = rng.words(keys.seed, keys.position, purpose, TRIES)
-    first = (words < limit).long().argmax(-1, keepdim=True)  # none below: word 0, a bias of 2^-32
-    r = words.gather(-1, first) % total
+    r = _first_below(limit, keys, purpose) % total
 
     lane = (upto <= r).sum(-1, keepdim=True).clamp(max=lanes - 1)
     rest = r - (upto.gather(-1, lane) - weights.sum(1).gather(-1, lane))
     column = weights.gather(-1, lane[:, None].expand(t, columns, 1))[:, :, 0].cumsum(-1)
     token = (column <= rest).sum(-1, keepdim=True) * lanes + lane
     return torch.where(upto[:, -1:] > 0, token, 0)[:, 0]
+
+
+def _first_below(limit: Tensor, keys: RowKeys, purpose: rng.Purpose) -> Tensor:
+    """The first word of each row below limit [t, 1] -> [t, 1]; word 0 where none of TRIES is."""
+    tries = 4 if limit.device.type == "cpu" else TRIES  # elsewhere a look would wait for the device
+    words = rng.words(keys.seed, keys.position, purpose, tries)
+    if tries < TRIES and not (words < limit).any(-1).all():
+        words = rng.words(keys.seed, keys.position, purpose, TRIES)
+    return words.gather(-1, (words < limit).long().argmax(-1, keepdim=True))

@@ -1,0 +1,14 @@
+"""Conformance: the laws of each slot, run on an object from a cell in under five seconds.
+
+    di.check(Mine())        ->  Report: a table of laws; truthy iff all hold
+
+law.py        what a law is, and the tools its statement is written with
+report.py     what a check found               check.py     which laws run on what
+sampler.py verifier.py grammar.py replay.py attention.py experts.py    the laws of each slot
+walk.py       a small layer stack's worth of keys, for the attention laws     small.py    its model
+"""
+
+from deepinfer.slots.conformance.check import check
+from deepinfer.slots.conformance.report import ConformanceError, Report, Result
+
+__all__ = ["ConformanceError", "Report", "Result", "check"]

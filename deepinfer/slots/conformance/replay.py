@@ -1,0 +1,165 @@
+"""The laws of a replay policy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Iterator
+
+from deepinfer.config import ModelConfig
+from deepinfer.slots.conformance.law import Law, Subject, case, expect, law
+from deepinfer.slots.protocols import Prompt, ReplayPlan
+
+LAWS: list[Law] = []
+
+
+def prompts(window: int) -> Iterator[Prompt]:
+    """Prompts from the shortest up: lengths and hits around multiples of the window."""
+    w = window
+    lengths = sorted({1, 2, w - 1, w, w + 1, 2 * w, 3 * w + 1, 8 * w, 20 * w + 3})
+    for length in lengths:
+        hits = sorted({h for h in (0, 1, w, w + 1, 2 * w, length // 2, length - w, length - 1) if 0 <= h < length})
+        for hit in hits:
+            for state in sorted({0, max(hit - w, 0), hit}):
+                for every in (False, True):
+                    yield Prompt(length, hit, state, every)
+
+
+def models(s: Subject) -> tuple[tuple[str, ModelConfig], ...]:
+    return ("small", s.info.config), ("V4.1-Flash", ModelConfig.v41_flash())
+
+
+def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | None]]:
+    """(words, prompt, config, plan); plan None where the policy refuses a prompt that wants logits."""
+    for name, config in models(s):
+        policy = s.fresh()
+        for prompt in prompts(config.sliding_window):
+            words = dict(model=name, length=prompt.length, hit=prompt.hit, state_at=prompt.state_at)
+            if prompt.wants_all_logits:
+                words["all_logits"] = "wanted"
+            with case(**words):
+                try:
+                    plan = policy.plan(prompt, config)
+                except ValueError:
+                    if not prompt.wants_all_logits:
+                        raise
+                    plan = None
+                expect(plan is None or isinstance(plan, ReplayPlan), f"plan is a {type(plan).__name__}")
+            yield words, prompt, config, plan
+
+
+@law(LAWS, "every plan is valid: lengths, write_from, and rows that only ever leave")
+def valid(s: Subject) -> None:
+    for words, prompt, config, plan in plans(s):
+        with case(**words):
+            if plan is not None:
+                plan.validate(prompt, config.num_layers)
+                numbers = (plan.start, plan.write_from, *plan.kv_from, *plan.rows_from, *plan.floor)
+                expect(all(type(x) is int for x in numbers), "a plan holds host integers only")
+                expect(min(numbers) >= 0, f"a number of the plan is negative: {min(numbers)}")
+                expect(isinstance(plan.why, str) and plan.why, "why is empty: say in words what was decided")
+
+
+@law(LAWS, "block KV is complete: each position was found or is projected by every KV source")
+def complete(s: Subject) -> None:
+    for words, prompt, config, plan in plans(s):
+        if plan is None:
+            continue
+        with case(**words):
+            expect(plan.start <= prompt.hit, f"starts at {plan.start}: {prompt.hit}..{plan.start - 1} is in no cache")
+            for layer in config.kv_source_layers:
+                enter = max(plan.start, plan.rows_from[layer - 1] if layer else 0)
+                expect(
+                    enter <= plan.write_from,
+                    f"KV source {layer} writes from {plan.write_from}, but rows enter it from {enter} only",
+                )
+
+
+@law(LAWS, "a hit no longer than the window is not adopted without its state KV")
+def short_hit(s: Subject) -> None:
+    for words, prompt, config, plan in plans(s):
+        if plan is None or prompt.hit > config.sliding_window or prompt.state_at:
+            continue
+        with case(**words):
+            expect(plan.start == 0 and plan.write_from == 0, f"start {plan.start}, write_from {plan.write_from}")
+
+
+@law(LAWS, "where all logits are wanted no row is dropped, or the prompt is refused (ValueError)")
+def all_logits(s: Subject) -> None:
+    for words, prompt, config, plan in plans(s):
+        if plan is None or not prompt.wants_all_logits:
+            continue
+        with case(**words):
+            lowest = max(plan.start, *plan.rows_from)
+            expect(lowest == 0, f"rows below {lowest} have no logits")
+
+
+@law(LAWS, "plan is a pure function of prompt and config")
+def pure(s: Subject) -> None:
+    name, config = models(s)[0]
+    every = list(prompts(config.sliding_window))
+    forward, backward = s.fresh(), s.fresh()
+    held = copy.deepcopy(getattr(forward, "__dict__", {}))
+    first = [_plan(forward, p, config) for p in every]
+    second = [_plan(backward, p, config) for p in reversed(every)][::-1]
+    for prompt, a, b in zip(every, first, second):
+        with case(model=name, length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+            expect(a == b, f"after other prompts the plan is another: {a} and {b}")
+    with case(model=name, prompts=len(every)):
+        expect(repr(held) == repr(getattr(forward, "__dict__", {})), "planning changed the policy's settings")
+
+
+def _plan(policy, prompt: Prompt, config: ModelConfig):
+    try:
+        return policy.plan(prompt, config)
+    except ValueError as e:
+        return str(e)
+
+
+@law(LAWS, "a plan that claims exact=True drops nothing that is visible")
+def exact_plans(s: Subject) -> None:
+    for words, prompt, config, plan in plans(s):
+        if plan is None or not plan.exact:
+            continue
+        with case(**words):
+            _drops_nothing(prompt, config, plan)
+
+
+@law(LAWS, "every plan of an exact policy is exact", exact=True)
+def exact_policy(s: Subject) -> None:
+    for words, _, _, plan in plans(s):
+        with case(**words):
+            expect(plan is None or plan.exact, f"the policy claims exact=True, this plan does not: {plan and plan.why}")
+
+
+def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> None:
+    """Compare with the lowest rows that later rows, and the tokens decoded after, look back to.
+
+    A row of layer l sees the window keys of positions p - w + 1..p, which are projected from the
+    rows that enter layer l; every position's block KV is projected from the rows entering a KV
+    source. What is in the cache (below start) need not run again.
+    """
+    w, length = config.sliding_window, prompt.length
+    rolled = max(prompt.state_at - config.max_draft, 0)  # rings hold so much more than the window
+    expect(
+        plan.start == 0 or rolled <= plan.start <= prompt.state_at,
+        f"starts at {plan.start}: the windows before it are at hand at {prompt.state_at} only",
+    )
+    out = plan.start if prompt.wants_all_logits else length - 1  # rows whose logits are needed
+    for layer in reversed(range(config.num_layers)):
+        expect(
+            plan.rows_from[layer] <= out or plan.rows_from[layer] <= plan.start,
+            f"layer {layer} drops rows below {plan.rows_from[layer]}, later layers see those from {out}",
+        )
+        seen = max(out - w + 1, 0)
+        expect(plan.floor[layer] <= seen, f"layer {layer} hides window positions below {plan.floor[layer]}")
+        enter = min(seen, max(length - w + 1, 0))
+        if layer in config.kv_source_layers:
+            enter = min(enter, plan.write_from)
+        enter = max(enter, plan.start)
+        expect(
+            plan.kv_from[layer] <= enter,
+            f"layer {layer} does not write window keys below {plan.kv_from[layer]}, those from {enter} are seen",
+        )
+        out = enter
+
+
