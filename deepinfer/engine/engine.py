@@ -291,6 +291,11 @@ class Engine:
         return [self._completion(r.id, r) for r in finished]
 
     @property
+    def requests(self) -> dict[int, Request]:
+        """Requests waiting or running by id, as they are now; for reading."""
+        return dict(self._requests)
+
+    @property
     def unfinished(self) -> int:
         """Requests waiting or running."""
         return 0 if self._runtime is None else self._runtime.scheduler.unfinished

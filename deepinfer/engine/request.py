@@ -26,7 +26,7 @@ class TokenStep:
     source: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """One sequence. computed: positions whose keys are stored and valid; tokens: prompt + output."""
 
@@ -60,6 +60,13 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.state == "finished"
+
+    def __repr__(self) -> str:
+        end = f" ({self.finish_reason})" if self.finished else ""
+        return (
+            f"Request({self.id}, {len(self.prompt)} prompt + {len(self.output)} output tokens, "
+            f"{self.computed} computed, {self.state}{end})"
+        )
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Tokens start..stop-1 of prompt + output."""
