@@ -1,0 +1,92 @@
+"""What a checkpoint holds and what a device needs: the report of `deepinfer inspect`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.config import ModelConfig
+
+if TYPE_CHECKING:
+    from deepinfer.measure.table import Table
+
+__all__ = ["Inspection", "inspect"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """source: where the config came from; checked: what was compared with it; weights, cache: Tables
+    of bytes (see `sizes`)."""
+
+    source: str
+    checked: str
+    config: ModelConfig
+    weights: Table
+    cache: Table
+
+    @property
+    def layers(self) -> str:
+        """The layers in one line, runs of equal roles counted."""
+        runs: list[list[Any]] = []
+        for role in self.config.roles:
+            if runs and runs[-1][0] == role:
+                runs[-1][1] += 1
+            else:
+                runs.append([role, 1])
+        return ", ".join(role if count == 1 else f"{count} {role}" for role, count in runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: the text of `to_json`."""
+        return {
+            "source": self.source,
+            "checked": self.checked,
+            "config": self.config.to_dict(),
+            "weights": self.weights.rows,
+            "cache": self.cache.rows,
+        }
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __repr__(self) -> str:
+        c = self.config
+        stored = "BF16" if c.quantization is None else "FP8 and FP4"
+        lines = [
+            f"{self.source}: {self.checked}",
+            f"{c.num_layers} layers ({c.first_decoder_layer} encoder, {len(c.decoder_layers)} "
+            f"decoder) and {len(c.draft_layers)} draft; hidden {c.hidden_size}; "
+            f"{c.n_routed_experts} experts, {c.num_experts_per_tok} per token; "
+            f"vocabulary {c.vocab_size}; stored as {stored}",
+            f"roles: {self.layers}",
+        ]
+        return "\n\n".join(["\n".join(lines), repr(self.weights), repr(self.cache)])
+
+
+def inspect(path: str | os.PathLike | None = None) -> Inspection:
+    """A report on a checkpoint folder (headers are checked when it holds weights), on a config.json,
+    or, with None, on the released model.
+
+    CheckpointError or ValueError when the files do not fit each other; FileNotFoundError when there
+    is no config.
+    """
+    from deepinfer.checkpoint.reader import Checkpoint
+    from deepinfer.checkpoint.sizes import cache_table, memory_table
+
+    if path is None:
+        source, checked, config = "DeepSeek-V4.1-Flash", "from its config", ModelConfig.v41_flash()
+    elif Path(path).is_dir() and any(Path(path).glob("*.safetensors*")):
+        checkpoint = Checkpoint.open(path)
+        config = checkpoint.config
+        count, size = len(checkpoint.entries), sum(checkpoint.nbytes.values())
+        source = str(path)
+        checked = f"{count:,} tensors, {size:,} bytes: names, types and shapes fit the config"
+    else:
+        source, checked, config = str(path), "from its config", ModelConfig.from_file(path)
+    # ep1 would repeat the bytes on disk
+    return Inspection(
+        source, checked, config, memory_table(config, (8, 16, 32, 64)), cache_table(config)
+    )
