@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepinfer.kernels.registry import (
+from .registry import (
     Explanation,
     Implementation,
     Op,
@@ -25,8 +25,8 @@ from deepinfer.kernels.registry import (
 )
 
 if TYPE_CHECKING:
-    from deepinfer.kernels.quantised import Quantised
-    from deepinfer.kernels.records import Layout, Records
+    from .quantised import Quantised
+    from .records import Layout, Records
 
 __all__ = [
     "Explanation",

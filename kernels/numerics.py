@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-TILE = 16  # rows of a tile of `tiled_linear`
+TILE = 16  # rows of a tile of `tiled_linear`, and what `in_row_blocks` rounds rows up to
+BLOCK = 1 << 15  # elements up to which torch works an elementwise op off in one thread
 
 
 def acc_dtype(x: torch.Tensor | torch.dtype) -> torch.dtype:
@@ -38,6 +39,30 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     padded = F.pad(x, (0, 0, 0, -t % TILE)) if t % TILE else x
     tiles = [F.linear(tile, weight) for tile in padded.split(TILE)] if t else []
     return torch.cat(tiles)[:t] if tiles else F.linear(x, weight)
+
+
+def in_row_blocks(fn, *tensors: torch.Tensor | None, width: int):
+    """fn over blocks of rows, results (a tensor or a tuple of them) put together again.
+
+    torch computes the last few elements of a contiguous range with other instructions than the
+    rest, and cuts long ranges by the number of threads, so the bits of an exp depend on where in a
+    tensor it stands. Blocks of a multiple of TILE rows and at most BLOCK elements (`width` is the
+    most a row has) have neither. Zero rows fill up the last block.
+    """
+    t = tensors[0].shape[0]
+    step = max(BLOCK // max(width, 1) // TILE * TILE, TILE)
+    fill = -t % TILE
+    padded = [None if x is None else _pad_rows(x, fill) for x in tensors]
+    results = []
+    for i in range(0, max(t, 1), step):
+        results.append(fn(*(None if x is None else x[i : i + step] for x in padded)))
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results)[:t]
+    return tuple(torch.cat(parts)[:t] for parts in zip(*results))
+
+
+def _pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(rows, *x.shape[1:])]) if rows else x
 
 
 def unless_plain_cpu(*values) -> str | None:

@@ -26,7 +26,7 @@ class Quantised:
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor, kind: str):
         if kind not in ("fp8", "fp4"):
-            raise ValueError(f'kind={kind!r} of a quantised weight is not known; use "fp8" or "fp4"')
+            raise ValueError(f'kind={kind!r} of a quantised weight: use "fp8" or "fp4"')
         allowed = (torch.float8_e4m3fn, torch.uint8) if kind == "fp8" else (torch.uint8, torch.int8)
         if data.dtype not in allowed:
             raise TypeError(

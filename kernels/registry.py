@@ -61,6 +61,7 @@ class Implementation:
     supports: same arguments -> None, or why this call is refused. None: every call is supported.
     available: () -> None, or why it cannot run on this machine. None: it always can.
     batch_invariant: a row's bits do not depend on which other rows are in the call.
+    late: tried after the reference, because it is slower: kept for what it promises.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Implementation:
     batch_invariant: bool
     supports: Callable[..., str | None] | None = None
     available: Callable[[], str | None] | None = None
+    late: bool = False
 
     def why_unavailable(self) -> str | None:
         return self.available() if self.available is not None else None
@@ -106,6 +108,7 @@ class Op:
         batch_invariant: bool,
         supports: Callable[..., str | None] | None = None,
         available: Callable[[], str | None] | None = None,
+        late: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that adds an implementation, also from a notebook cell (which may run twice:
         the later one replaces the earlier one)."""
@@ -116,7 +119,7 @@ class Op:
 
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
             self.implementations[name] = Implementation(
-                self.name, name, fn, kind, batch_invariant, supports, available
+                self.name, name, fn, kind, batch_invariant, supports, available, late
             )
             return fn
 
@@ -124,7 +127,7 @@ class Op:
 
     def ordered(self) -> list[Implementation]:
         """Implementations in the order the automatic choice tries them."""
-        return sorted(self.implementations.values(), key=lambda i: KINDS.index(i.kind))
+        return sorted(self.implementations.values(), key=lambda i: (i.late, KINDS.index(i.kind)))
 
     def implementation(self, name: str) -> Implementation:
         """The implementation called `name`; ValueError with a suggestion when there is none."""
@@ -271,7 +274,8 @@ class Ops:
             for supports, call in choices:
                 if supports is None or supports(*args, **kwargs) is None:
                     return call(*args, **kwargs)
-            raise ValueError(f"no implementation supports this call:\n{explain(op.name, *args, **kwargs)}")
+            why = explain(op.name, *args, **kwargs)
+            raise ValueError(f"no implementation supports this call:\n{why}")
 
         return run
 

@@ -25,7 +25,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="candidate_blocks",
-        signature="candidate_blocks(scores 't n', visible 't' int64, block, k) -> blocks 't min(k, ceil(n/block))' int64, ascending, -1 at the end",
+        signature=(
+            "candidate_blocks(scores 't n', visible 't' int64, block, k) -> blocks "
+            "'t min(k, ceil(n/block))' int64, ascending, -1 at the end"
+        ),
         rows=("scores", "visible"),
         cases=_cases,
         tolerance={"float64": (0, 0), "float32": (0, 0), "bfloat16": (0, 0)},

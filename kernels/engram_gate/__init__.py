@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import tiles
 from .reference import engram_gate
 
 __all__ = ["OP", "engram_gate"]
@@ -26,11 +27,15 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="engram_gate",
-        signature="engram_gate(streams 't m d', key 't m d', value 't d', q_weight 'm d', k_weight 'm d', eps, dead 't' bool | None) -> 't m d'",
+        signature=(
+            "engram_gate(streams 't m d', key 't m d', value 't d', q_weight 'm d', k_weight "
+            "'m d', eps, dead 't' bool | None) -> 't m d'"
+        ),
         rows=("streams", "key", "value", "dead"),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
         differentiable=True,
     )
 )
-OP.implement("reference", kind="reference", batch_invariant=True)(engram_gate)
+OP.implement("reference", kind="reference", batch_invariant=False)(engram_gate)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.engram_gate)

@@ -24,7 +24,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="engram_hash",
-        signature="engram_hash(compressed 't n' int64, multipliers 'n', primes 'n-1 h', offsets '(n-1)*h') -> rows 't (n-1)*h' int64",
+        signature=(
+            "engram_hash(compressed 't n' int64, multipliers 'n', primes 'n-1 h', offsets "
+            "'(n-1)*h') -> rows 't (n-1)*h' int64"
+        ),
         rows=("compressed",),
         cases=_cases,
         tolerance={"float64": (0, 0), "float32": (0, 0), "bfloat16": (0, 0)},

@@ -6,7 +6,7 @@ from deepinfer.kernels.cases import fp4, normal
 from deepinfer.kernels.numerics import acc_dtype
 from deepinfer.kernels.registry import Op, register
 
-from . import gathered, segments
+from . import gathered, segments, tiles
 from .reference import experts
 
 __all__ = ["OP", "experts"]
@@ -37,7 +37,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="experts",
-        signature="experts(x 't d', ids 't k' int64, weights 't k', w1 'e i d', w3 'e i d', w2 'e d i', limit, *, act=None | 'mxfp8') -> 't d'",
+        signature=(
+            "experts(x 't d', ids 't k' int64, weights 't k', w1 'e i d', w3 'e i d', w2 "
+            "'e d i', limit, *, act=None | 'mxfp8') -> 't d'"
+        ),
         rows=("x", "ids", "weights"),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -47,3 +50,4 @@ OP = register(
 OP.implement("reference", kind="reference", batch_invariant=False)(experts)
 OP.implement("segments", batch_invariant=False, supports=segments.supports)(segments.experts)
 OP.implement("gathered", batch_invariant=False, supports=gathered.supports)(gathered.experts)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.experts)

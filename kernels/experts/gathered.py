@@ -30,9 +30,9 @@ def experts(x, ids, weights, w1, w3, w2, limit, *, act=None):
     mine = round_activation(x, act).repeat_interleave(k, 0).unsqueeze(1)
     gate = (mine @ _matrices(w1, flat, x.dtype).mT).to(wide)
     up = (mine @ _matrices(w3, flat, x.dtype).mT).to(wide)
-    hidden = swiglu(gate, up, limit) * weights.to(wide).view(-1, 1, 1)
+    hidden = swiglu(gate, up, limit) * weights.to(wide).reshape(-1, 1, 1)
     hidden = round_activation(hidden.to(x.dtype), act)
-    y = (hidden @ _matrices(w2, flat, x.dtype).mT).to(wide).view(t, k, -1)
+    y = (hidden @ _matrices(w2, flat, x.dtype).mT).to(wide).view(t, k, x.shape[1])
     return torch.where(ids.unsqueeze(-1) >= 0, y, 0).sum(1).to(x.dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import fp8, normal
 from deepinfer.kernels.registry import Op, register
 
+from . import tiles
 from .reference import group_linear
 
 __all__ = ["OP", "group_linear"]
@@ -25,7 +26,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="group_linear",
-        signature="group_linear(x 't g k', weight 'g*n k' | Quantised, *, act=None | 'mxfp8') -> 't g n'",
+        signature=(
+            "group_linear(x 't g k', weight 'g*n k' | Quantised, *, act=None | 'mxfp8') -> "
+            "'t g n'"
+        ),
         rows=("x",),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -33,3 +37,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(group_linear)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.group_linear)

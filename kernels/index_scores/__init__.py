@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import integers, normal
 from deepinfer.kernels.registry import Op, register
 
-from . import batched
+from . import batched, tiles
 from .reference import index_scores
 
 __all__ = ["OP", "index_scores"]
@@ -25,7 +25,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="index_scores",
-        signature="index_scores(query 't h d', weights 't h', keys 'b n d', seq 't' int64, segments=None) -> 't n'",
+        signature=(
+            "index_scores(query 't h d', weights 't h', keys 'b n d', seq 't' int64, "
+            "segments=None) -> 't n'"
+        ),
         rows=("query", "weights", "seq"),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -34,3 +37,4 @@ OP = register(
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(index_scores)
 OP.implement("batched", batch_invariant=False, supports=batched.supports)(batched.index_scores)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.index_scores)

@@ -6,6 +6,7 @@ from deepinfer.kernels.cases import fp4, fp8, normal
 from deepinfer.kernels.numerics import acc_dtype
 from deepinfer.kernels.registry import Op, register
 
+from . import tiles
 from .reference import linear
 
 __all__ = ["OP", "linear"]
@@ -32,7 +33,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="linear",
-        signature="linear(x '... k', weight 'n k' | Quantised, *, act=None | 'mxfp8', out_dtype=None) -> '... n'",
+        signature=(
+            "linear(x '... k', weight 'n k' | Quantised, *, act=None | 'mxfp8', out_dtype=None) "
+            "-> '... n'"
+        ),
         rows=("x",),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -40,3 +44,4 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(linear)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.linear)

@@ -21,6 +21,9 @@ def linear(
     x "... k", weight "n k" -> "... n" in out_dtype (default: x's dtype), computed in out_dtype.
     act: "mxfp8" rounds x per 32 channels first, as an MXFP8 matrix product reads it.
     """
-    x = round_activation(x, act)
+    if act is not None:
+        x = round_activation(x, act)
     dtype = out_dtype or x.dtype
-    return F.linear(x.to(dtype), dense(weight, dtype))
+    if weight.__class__ is Quantised or weight.dtype != dtype:
+        weight = dense(weight, dtype)
+    return F.linear(x if x.dtype == dtype else x.to(dtype), weight)

@@ -35,5 +35,5 @@ OP = register(
         differentiable=True,
     )
 )
-OP.implement("reference", kind="reference", batch_invariant=False)(mhc_expand)
-OP.implement("fused", batch_invariant=False, supports=fused.supports)(fused.mhc_expand)
+OP.implement("reference", kind="reference", batch_invariant=True)(mhc_expand)
+OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.mhc_expand)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
-from . import matrix
+from . import matrix, tiles
 from .reference import mhc_mix
 
 __all__ = ["OP", "mhc_mix"]
@@ -31,7 +31,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="mhc_mix",
-        signature="mhc_mix(streams 't m d', fn 'm(2+m) m*d', base 'm(2+m)', scale '3', *, iters, norm_eps, hc_eps) -> pre 't m', post 't m', comb 't m m'",
+        signature=(
+            "mhc_mix(streams 't m d', fn 'm(2+m) m*d', base 'm(2+m)', scale '3', *, iters, "
+            "norm_eps, hc_eps) -> pre 't m', post 't m', comb 't m m'"
+        ),
         rows=("streams",),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -40,3 +43,4 @@ OP = register(
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(mhc_mix)
 OP.implement("matrix", batch_invariant=False, supports=matrix.supports)(matrix.mhc_mix)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.mhc_mix)

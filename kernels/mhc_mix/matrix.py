@@ -22,24 +22,36 @@ def supports(streams, fn, base, scale, **_) -> str | None:
 
 
 def mhc_mix(streams, fn, base, scale, *, iters, norm_eps, hc_eps):
-    """As the reference."""
+    """As the reference, without a gradient."""
+    with np.errstate(all="ignore"):  # a non-finite row stays one, in silence
+        return _mix(streams, fn, base, scale, iters, norm_eps, hc_eps)
+
+
+def _mix(streams, fn, base, scale, iters, norm_eps, hc_eps):
     t, m, _ = streams.shape
-    v = streams.flatten(1).to(acc_dtype(streams))
-    mean = v.square().mean(-1, keepdim=True)
-    z = torch.mm(v, fn.to(v.dtype).T).mul_(mean.add_(norm_eps).rsqrt_())
-    z = torch.addcmul(base.to(v.dtype), z, scale.to(v.dtype).index_select(0, _scale_of_column(m)))
-    pre, post = torch.sigmoid(z[:, : 2 * m]).split(m, dim=1)
-    comb = torch.softmax(z[:, 2 * m :].reshape(t, m, m), dim=-1)
-    return pre + hc_eps, post * 2, torch.from_numpy(sinkhorn(comb.numpy(), iters, hc_eps))
+    v = streams.detach().flatten(1).to(acc_dtype(streams))
+    z = torch.mm(v, fn.detach().to(v.dtype).T).numpy()
+    mean = torch.linalg.vecdot(v, v).numpy() / v.shape[1]
+    z /= np.sqrt(mean + z.dtype.type(norm_eps))[:, None]
+    z *= scale.detach().to(v.dtype).numpy()[_scale_of_column(m)]
+    z += base.detach().to(v.dtype).numpy()
+    gates = z[:, : 2 * m]
+    np.maximum(gates, -80, out=gates)  # exp(80) is finite, and 1 + exp(80) far past any precision
+    gates = 1 / (1 + np.exp(-gates))
+    comb = torch.from_numpy(sinkhorn(z[:, 2 * m :].reshape(t, m, m), iters, hc_eps))
+    pre, post = gates[:, :m] + gates.dtype.type(hc_eps), gates[:, m:] * 2
+    return torch.from_numpy(pre), torch.from_numpy(post), comb
 
 
-def sinkhorn(comb: np.ndarray, iters: int, eps: float) -> np.ndarray:
-    """softmaxed "t m m" -> "t m m" after the rest of `iters` rounds."""
-    t, m, _ = comb.shape
+def sinkhorn(logits: np.ndarray, iters: int, eps: float) -> np.ndarray:
+    """Logits "t m m" -> positive matrices "t m m"."""
+    t, m, _ = logits.shape
     n = m * m
-    rows, columns = _sums(m, eps, comb.dtype.str)
-    c = np.ones((t, n + 1), comb.dtype)
-    np.add(comb.reshape(t, n), comb.dtype.type(eps), out=c[:, :n])
+    rows, columns = _sums(m, eps, logits.dtype.str)
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    e /= e.sum(-1, keepdims=True)
+    c = np.ones((t, n + 1), logits.dtype)
+    np.add(e.reshape(t, n), e.dtype.type(eps), out=c[:, :n])
     s = np.empty_like(c)
     dot, divide = np.dot, np.divide
     dot(c, columns, s)
@@ -54,7 +66,7 @@ def sinkhorn(comb: np.ndarray, iters: int, eps: float) -> np.ndarray:
 
 @functools.lru_cache
 def _sums(m: int, eps: float, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices that put, at every entry, the sum of its row (column) + eps; 1 at the extra entry."""
+    """Matrices that put the sum of its row (column) + eps at every entry, 1 at the extra one."""
     out = []
     one, eye = np.ones((m, m)), np.eye(m)
     for of_entry in (np.kron(eye, one), np.kron(one, eye)):
@@ -68,6 +80,6 @@ def _sums(m: int, eps: float, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache
-def _scale_of_column(m: int) -> torch.Tensor:
+def _scale_of_column(m: int) -> np.ndarray:
     """Which of the three scales column i of the projection takes."""
-    return torch.tensor([0] * m + [1] * m + [2] * m * m)
+    return np.repeat(np.arange(3), (m, m, m * m))

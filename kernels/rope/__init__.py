@@ -18,7 +18,10 @@ def _cases(g, dtype):
             yield (
                 f"{shape} inverse={inverse}",
                 dict(
-                    x=normal(g, *shape, dtype=dtype), cos=angle.cos(), sin=angle.sin(), inverse=inverse
+                    x=normal(g, *shape, dtype=dtype),
+                cos=angle.cos(),
+                sin=angle.sin(),
+                inverse=inverse,
                 ),
             )
 

@@ -22,6 +22,6 @@ def rope(x, cos, sin, *, inverse=False):
     half = cos.shape[-1]
     turn = torch.complex(cos, -sin if inverse else sin)
     out = x.clone(memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(out.view(*x.shape[:-1], -1, 2))[..., x.shape[-1] // 2 - half :]
-    pairs.mul_(turn.view(-1, *(1,) * (x.ndim - 2), half))
+    pairs = torch.view_as_complex(out.unflatten(-1, (-1, 2)))[..., x.shape[-1] // 2 - half :]
+    pairs.mul_(turn.view(x.shape[0], *(1,) * (x.ndim - 2), half))
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import lean, tiles
 from .reference import route
 
 __all__ = ["OP", "route"]
@@ -26,7 +27,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="route",
-        signature="route(x 't d', weight 'e d', bias 'e', bias_image 'e', image 't' bool | None, top_k, scale) -> ids 't k' int64, weights 't k'",
+        signature=(
+            "route(x 't d', weight 'e d', bias 'e', bias_image 'e', image 't' bool | None, "
+            "top_k, scale) -> ids 't k' int64, weights 't k'"
+        ),
         rows=("x", "image"),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -34,3 +38,5 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(route)
+OP.implement("lean", batch_invariant=False, supports=lean.supports)(lean.route)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.route)

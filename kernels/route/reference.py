@@ -28,10 +28,16 @@ def route(
     Ties: lowest expert first.
     """
     wide = acc_dtype(x)
-    scores = sqrt_softplus(F.linear(x.to(wide), weight.to(wide)))
-    steer = bias.to(wide)
+    logits = F.linear(x.to(wide), weight.to(wide))
+    return from_logits(logits, bias, bias_image, image, top_k, scale)
+
+
+def from_logits(logits, bias, bias_image, image, top_k, scale):
+    """Selection and weights from router logits "t e"."""
+    scores = sqrt_softplus(logits)
+    steer = bias.to(scores.dtype)
     if image is not None:
-        steer = torch.where(image.unsqueeze(1), bias_image.to(wide), steer)
+        steer = torch.where(image.unsqueeze(1), bias_image.to(scores.dtype), steer)
     order = torch.sort(scores.detach() + steer, dim=1, descending=True, stable=True).indices
     ids = order[:, :top_k]
     chosen = scores.gather(1, ids)

@@ -6,7 +6,7 @@ from deepinfer.kernels.cases import integers, normal
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.kernels.registry import Op, register
 
-from . import blocks
+from . import aligned, blocks
 from .reference import sparse_attend
 
 __all__ = ["OP", "sparse_attend"]
@@ -33,7 +33,10 @@ def _cases(g, dtype):
 OP = register(
     Op(
         name="sparse_attend",
-        signature="sparse_attend(q 't h d', window: Records, window_ids 't w', entries: Records | None, entry_ids 't k' | None, sink 'h', scale) -> 't h d'",
+        signature=(
+            "sparse_attend(q 't h d', window: Records, window_ids 't w', entries: Records | "
+            "None, entry_ids 't k' | None, sink 'h', scale) -> 't h d'"
+        ),
         rows=("q", "window_ids", "entry_ids"),
         cases=_cases,
         tolerance={"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (2e-2, 2e-2)},
@@ -42,3 +45,4 @@ OP = register(
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(sparse_attend)
 OP.implement("blocks", batch_invariant=False, supports=blocks.supports)(blocks.sparse_attend)
+OP.implement("aligned", batch_invariant=True, late=True)(aligned.sparse_attend)

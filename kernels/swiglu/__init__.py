@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
+from . import tiles
 from .reference import swiglu
 
 __all__ = ["OP", "swiglu"]
@@ -26,4 +27,5 @@ OP = register(
         differentiable=True,
     )
 )
-OP.implement("reference", kind="reference", batch_invariant=True)(swiglu)
+OP.implement("reference", kind="reference", batch_invariant=False)(swiglu)
+OP.implement("tiles", batch_invariant=True, late=True)(tiles.swiglu)

@@ -1,4 +1,4 @@
-"""The k best entries from the k-th largest score: everything above it, and the first of its equals."""
+"""The k best entries from the k-th largest score: what is above it and the first of its equals."""
 
 from __future__ import annotations
 

@@ -1,0 +1,15 @@
+"""Grouped product in tiles of a fixed number of rows; see `linear`."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer.kernels.numerics import round_activation, tiled_linear
+from deepinfer.kernels.quantised import dense
+
+
+def group_linear(x, weight, *, act=None):
+    """As the reference."""
+    x = round_activation(x, act)
+    blocks = dense(weight, x.dtype).unflatten(0, (x.shape[1], -1))
+    return torch.stack([tiled_linear(x[:, g], block) for g, block in enumerate(blocks)], dim=1)
