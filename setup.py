@@ -33,8 +33,10 @@ setup(
     packages=[*packages(), "deepinfer.tutorials"],
     package_dir={**TREES, "deepinfer.tutorials": "tutorials"},
     package_data={
-        "*": ["py.typed", "*.pyi", "*.txt", "*.json", "*.safetensors", "*.md"],
-        "deepinfer": ["**/*.txt", "**/*.json", "**/*.safetensors"],
+        "*": ["*.txt", "*.json", "*.safetensors", "*.md"],
+        "deepinfer": ["py.typed", "__init__.pyi", "**/*.txt", "**/*.json", "**/*.safetensors"],
         "deepinfer.tutorials": ["*.ipynb"],
     },
+    # in a wheel the folder itself stands in the place of this stub
+    exclude_package_data={"deepinfer": ["kernels.pyi"]},
 )

@@ -94,35 +94,32 @@ def test_a_new_kernel_folder_needs_no_new_install(tmp_path):
     )
 
 
-def test_a_type_checker_resolves_every_name(tmp_path):
-    """pyright knows a type for each public name in the layout of an installed package."""
-    skip_pyc = shutil.ignore_patterns("__pycache__", "*.safetensors")
-    shutil.copytree(PACKAGE, tmp_path / "deepinfer", ignore=skip_pyc)
-    shutil.copytree(KERNELS, tmp_path / "deepinfer/kernels", ignore=skip_pyc, dirs_exist_ok=True)
-    names = sorted(set(di.__all__) - {"__version__"})
-    lines = ["import deepinfer as di", *(f"reveal_type(di.{name})" for name in names)]
-    lines.append("di.no_such_name")  # the check itself can fail
-    (tmp_path / "probe.py").write_text("\n".join(lines))
-    (tmp_path / "pyrightconfig.json").write_text("{}")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pyright",
-            "--outputjson",
-            "--pythonpath",
-            sys.executable,
-            "probe.py",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize("layout", ["installed", "checkout"])
+def test_a_type_checker_resolves_every_name(tmp_path, layout):
+    """pyright knows a type for each public name, in a wheel's layout and in a checkout's."""
+    kernels = tmp_path / ("deepinfer/kernels" if layout == "installed" else "kernels")
+    copied = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    shutil.copytree(PACKAGE, tmp_path / "deepinfer", ignore=copied)
+    shutil.copytree(KERNELS, kernels, ignore=copied, dirs_exist_ok=True)
+    if layout == "installed":
+        (tmp_path / "deepinfer/kernels.pyi").unlink(missing_ok=True)
+    probes = [f"di.{name}" for name in sorted(set(di.__all__) - {"__version__"})]
+    probes += ["di.kernels.explain", "di.verifier.Fixed", "di.Engine.tiny().generate"]
+    errors, types = pyright(tmp_path, [f"reveal_type({p})" for p in probes] + ["di.no_such_name"])
+    assert len(errors) == 1 and "no_such_name" in errors[0], errors  # the check itself can fail
+    assert len(types) == len(probes)
+    assert [t for t in types if '"Unknown' in t] == []
+
+
+def pyright(folder: Path, lines: list[str]) -> tuple[list[str], list[str]]:
+    """The messages of errors and of reveal_type on a file with these lines."""
+    (folder / "probe.py").write_text("\n".join(["import deepinfer as di", *lines]))
+    (folder / "pyrightconfig.json").write_text("{}")
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "probe.py"], cwd=folder, capture_output=True, text=True)
     if not done.stdout.lstrip().startswith("{"):
         pytest.skip(f"pyright cannot start here (it fetches itself once): {done.stderr[-300:]}")
     report = json.loads(done.stdout)["generalDiagnostics"]
-    errors = [d["message"] for d in report if d["severity"] == "error"]
-    assert len(errors) == 1 and "no_such_name" in errors[0], errors
-    types = [d["message"] for d in report if d["severity"] == "information"]
-    assert len(types) == len(names)
-    assert [t for t in types if "Unknown" in t.split(" is ", 1)[1][:12]] == []
+    return tuple(
+        [d["message"] for d in report if d["severity"] == s] for s in ("error", "information")
+    )
