@@ -44,6 +44,39 @@ def test_long_lists_and_texts_are_cut_and_say_so():
     assert "300 more characters" in repr(long) and "50 more tokens" in long._repr_html_()
 
 
+def test_engine_says_what_it_is():
+    import deepinfer as di
+
+    eng = di.Engine.tiny(seed=0, max_num_seqs=3)
+    text, shown = repr(eng), eng._repr_html_()
+    assert text.startswith("Engine of tiny(seed=0): exact\n")
+    assert (
+        "max_num_seqs=3" in text and "cpu, float32, fidelity 1" in text and "not made yet" in text
+    )
+    c = eng.config
+    for layer, role in enumerate(c.roles):
+        assert f'title="layer {layer}, {role}' in shown
+    for name, value in eng.slots.items():
+        assert re.search(rf"^  {name} +{re.escape(repr(value))}$", text, re.M)
+    assert "approximate" not in text + shown
+    changed = eng.with_(attention=di.attention.CSA2(topk=2))
+    assert "approximate (attention)" in repr(changed) and "approximate" in changed._repr_html_()
+    changed.generate("a", max_tokens=1)
+    assert "not made yet" not in repr(changed)
+    changed.close()
+    assert "closed" in repr(changed)
+
+
+def test_engine_s_text_names_no_folder(tmp_path):
+    import deepinfer as di
+    from deepinfer.checkpoint.tiny import write_tiny
+
+    write_tiny(tmp_path / "small", seed=1)
+    eng = di.Engine.from_pretrained(str(tmp_path / "small"))
+    for shown in (repr(eng), eng._repr_html_()):
+        assert "Engine of small" in shown and str(tmp_path) not in shown
+
+
 def test_bar_is_cut_to_its_frame():
     assert "width:100.0%" in html.bar(3.0) and "width:0.0%" in html.bar(float("nan"))
 

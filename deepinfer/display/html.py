@@ -17,6 +17,10 @@ LINE = "rgba(128,128,128,.35)"
 WASH = "rgba(128,128,128,.12)"
 
 
+# Control characters as their pictures; a line break keeps its effect.
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "\u21b5\n", 127: "\u2421"}
+
+
 class Html(str):
     """Text that is HTML already and is not escaped again."""
 
@@ -75,7 +79,7 @@ def tokens(pieces: Iterable[tuple[str, int | None, str | None]]) -> Html:
     for text, colour, title in pieces:
         wash = "transparent" if colour is None else PALETTE[colour % len(PALETTE)] + "40"
         style = f"background:{wash};border-bottom:1px solid {LINE};white-space:pre-wrap"
-        spans.append(tag("span", text.replace("\n", "\u21b5\n"), style=style, title=title))
+        spans.append(tag("span", text.translate(_VISIBLE), style=style, title=title))
     return block(*spans, style=f"{MONO};overflow-wrap:anywhere;margin:4px 0")
 
 
