@@ -122,8 +122,9 @@ def _layers(c: ModelConfig) -> html.Html:
         shown.append(
             html.block(html.muted(name), line, style="display:inline-block;margin:4px 14px 4px 0")
         )
-    legend = html.legend({role: ROLES[role] for role in dict.fromkeys(c.roles)})
-    return html.block(*shown, legend)
+    roles = {role: ROLES[role] for role in dict.fromkeys(c.roles)}
+    memory = {"* n-gram memory": None} if c.engram_layer_ids else {}
+    return html.block(*shown, html.legend(roles | memory))
 
 
 def _layer(c: ModelConfig, layer: int) -> html.Html:

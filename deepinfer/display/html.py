@@ -15,6 +15,7 @@ FONT = "font-family:ui-sans-serif,system-ui,sans-serif;font-size:13px;line-heigh
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px"
 LINE = "rgba(128,128,128,.35)"
 WASH = "rgba(128,128,128,.12)"
+GRID = "border-collapse:collapse;margin:4px 0;font:inherit;color:inherit"
 
 
 # Control characters as their pictures; a line break keeps its effect.
@@ -94,7 +95,7 @@ def pairs(items: Mapping[str, object]) -> Html:
         tag("tr", _cell("td", muted(name), "left"), _cell("td", value, "left"))
         for name, value in items.items()
     ]
-    return tag("table", tag("tbody", *rows), style="border-collapse:collapse;margin:4px 0")
+    return tag("table", tag("tbody", *rows), style=GRID)
 
 
 def table(
@@ -117,7 +118,7 @@ def table(
         "table",
         tag("thead", head, style=f"border-bottom:1px solid {LINE}"),
         tag("tbody", *body),
-        style="border-collapse:collapse;margin:4px 0",
+        style=GRID,
     )
     above = [block(tag("b", caption))] if caption else []
     below = [block(muted(note))] if note else []
