@@ -373,13 +373,16 @@ class Engine:
         if schedule.kind == "idle":
             return
         requests = [s.request for s in schedule.shares]
-        result = step.run(rt, schedule, self._tap([r.id for r in requests]))
-        commit.commit(rt, result, self._steps, schedule.kind)
-        going = [result.shares[i].request for i in result.emitters if not result.shares[i].request.finished]
-        step.propose(rt, going, self._tap([r.id for r in going]))
-        for trace in self._traces:
-            trace.settle(self._steps, {r.id: r.computed for r in requests})
-        self._steps += 1
+        try:
+            result = step.run(rt, schedule, self._tap([r.id for r in requests]))
+            commit.commit(rt, result, self._steps, schedule.kind)
+            shares = [result.shares[i] for i in result.emitters]
+            going = [s.request for s in shares if not s.request.finished]
+            step.propose(rt, going, self._tap([r.id for r in going]))
+            for trace in self._traces:
+                trace.settle(self._steps, {r.id: r.computed for r in requests})
+        finally:  # rows of a step that failed keep its number to themselves
+            self._steps += 1
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish(reason)
@@ -415,10 +418,12 @@ class Engine:
             raise ValueError(f"{len(ids)} ids, this engine holds max_model_len={rt.limits.model_len}")
         chunked = None if chunks is None else list(chunks)
         tap_of = (lambda batch: self._tap([-1] * batch.num_seqs)) if self._traces else None
-        out = teacher.forced_logits(rt, ids, prompt, chunked, tap_of)
-        for trace in self._traces:
-            trace.settle(self._steps, {})
-        self._steps += 1
+        try:
+            out = teacher.forced_logits(rt, ids, prompt, chunked, tap_of)
+            for trace in self._traces:
+                trace.settle(self._steps, {-1: len(ids)})
+        finally:
+            self._steps += 1
         return out
 
     def score(self, texts: Prompts, prompt: int | None = None) -> teacher.Scores:
@@ -448,8 +453,9 @@ class Engine:
     ) -> Trace:
         """A context manager that records values whose names match (shell patterns, see trace_names).
 
-        edit(x, at) returns a tensor to put in the place of x, or None; at has .name .request
-        .position .step. keep(at) -> bool per row chooses the rows recorded.
+        edit(x, at) gets a copy of x and returns what to put in its place (same shape), or None to
+        leave it; at has .name .request .position .step. keep(at) -> [rows] bool: the rows to record.
+        Raises KeyError for a pattern that matches no name, with the nearest ones.
         """
         from deepinfer.measure.trace import Trace
 

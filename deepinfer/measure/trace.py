@@ -13,8 +13,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +23,16 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.slots.protocols import RowSet
 
+if TYPE_CHECKING:
+    from deepinfer.measure.table import Table
+
+PADDING = -2  # the request of a row that belongs to no sequence
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Of the rows of one traced value: name; request, position, step: [t] long tensors (request -1 in
-    teacher-forced passes)."""
+    """Of the rows of one traced value: name; request, position: [t] long; step: the engine's step
+    number. request -1: a teacher-forced pass (one step each, however it is chunked)."""
 
     name: str
     request: Tensor
@@ -35,24 +41,38 @@ class Coordinates:
 
 
 class TracedTensor(Tensor):
-    """A traced value over all steps, rows in the order they ran. request, position, step: [rows] long;
-    accepted: [rows] bool, False for rows of drafts that were rejected (and of the drafter's own block)."""
+    """A traced value over all steps, rows in the order they ran; what is computed from it is a plain
+    tensor. request, position, step: [rows] long; accepted: [rows] bool, False for rows of drafts that
+    were rejected, of the drafter's own block, and of a step that failed."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    traced_name: str
     request: Tensor
     position: Tensor
     step: Tensor
     accepted: Tensor
 
+    def __repr__(self, *, tensor_contents=None) -> str:
+        shape = ", ".join(map(str, self.shape))
+        if not hasattr(self, "position"):  # a copy that copy.copy or pickle made
+            return repr(self.as_subclass(Tensor))
+        lost = int((~self.accepted).sum())
+        return (
+            f"{self.traced_name} [{shape}] {str(self.dtype).removeprefix('torch.')}, requests "
+            f"{_few(self.request)}, positions {_few(self.position)}, steps {_few(self.step)}, "
+            f"{lost} of {len(self)} rows not accepted\n{self.as_subclass(Tensor)!r}"
+        )
+
 
 Edit = Callable[[Tensor, Coordinates], "Tensor | None"]
+Keep = Callable[[Coordinates], Tensor]
 
 
 class Trace:
-    """One `with eng.trace(...)` block. Read `names`, `t[name]`, `t.at(name, position)`."""
+    """One `with eng.trace(...)` block. Read `names`, `t[name]`, `t.at(name, position)`, `table()`."""
 
-    def __init__(
-        self, engine, patterns: tuple[str, ...], edit: Edit | None, keep: Callable[[Coordinates], Tensor] | None
-    ) -> None:
+    def __init__(self, engine, patterns: tuple[str, ...], edit: Edit | None, keep: Keep | None) -> None:
         self._engine = engine
         self._chosen = chosen_names(patterns, engine.trace_names())
         self._edit, self._keep = edit, keep
@@ -65,8 +85,8 @@ class Trace:
 
     @property
     def names(self) -> list[str]:
-        """Names seen so far."""
-        return list(self._rows)
+        """Names seen so far, in the order of the walk."""
+        return [n for n in self._chosen if n in self._rows]
 
     def __enter__(self) -> Trace:
         self._engine._traces.append(self)
@@ -75,71 +95,135 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         self._engine._traces.remove(self)
 
+    # ------------------------------------------------------------------- what the engine calls
+
     def see(self, name: str, x: Tensor, rows: RowSet, requests: Tensor, step: int) -> Tensor:
-        """Called by the engine for every value of a step."""
+        """Called for every value of a step. requests: [b] request of each sequence. Returns x, or
+        what the edit put in its place. Raises ValueError and TypeError for an edit of another shape
+        or kind."""
         if name not in self._chosen:
             return x
-        request = requests[rows.owner].masked_fill(rows.seq < 0, -1)
+        request = requests[rows.owner].masked_fill(rows.seq < 0, PADDING)
         where = Coordinates(name, request, rows.positions, step)
         if self._edit is not None:
-            changed = self._edit(x, where)
-            if changed is not None:
-                if changed.shape != x.shape:
-                    raise ValueError(
-                        f"edit of {name} returned shape {tuple(changed.shape)} for {tuple(x.shape)}: "
-                        "return a tensor of the same shape, or None to leave it"
-                    )
-                x = changed.to(x.dtype)
+            changed = self._edit(x.clone(), where)  # a copy: what is not returned changes nothing
+            x = x if changed is None else edited(name, changed, x)
         kept = x.detach()
         if self._keep is not None:
-            at = torch.as_tensor(self._keep(where), dtype=torch.bool)
+            at = torch.as_tensor(self._keep(where), dtype=torch.bool, device=x.device)
+            if at.shape != request.shape:
+                raise ValueError(
+                    f"keep gave shape {tuple(at.shape)} for the {len(request)} rows of {name}: "
+                    "return one boolean a row"
+                )
             kept = kept[at]
             where = Coordinates(name, request[at], rows.positions[at], step)
         self._rows[name].append((kept.clone(), where))
         return x
 
     def settle(self, step: int, computed: dict[int, int]) -> None:
-        """After commit: which of the step's rows stand (position below the request's length)."""
+        """After commit: a row of `step` stands where its position is below its request's `computed`.
+        Rows of an earlier step that never came here belong to a step that failed."""
         for name, seen in self._rows.items():
             for _, at in seen[len(self._accepted[name]) :]:
-                limit = torch.tensor(
-                    [computed.get(r, 1 << 62) for r in at.request.tolist()], dtype=torch.long
-                )
+                known = computed if at.step == step else {}
+                limit = torch.tensor([known.get(r, 0) for r in at.request.tolist()], dtype=torch.long)
                 self._accepted[name].append(at.position.cpu() < limit)
 
+    # --------------------------------------------------------------------------------- reading
+
     def __getitem__(self, name: str) -> TracedTensor:
-        if name not in self._rows:
-            raise KeyError(_missing(name, self._rows, "this trace has seen"))
-        seen = self._rows[name]
+        """All rows of a value. Raises KeyError with the nearest names."""
+        seen = self._seen(name)
         out = stack_rows([x for x, _ in seen]).as_subclass(TracedTensor)
+        out.traced_name = name
         out.request = torch.cat([at.request for _, at in seen])
         out.position = torch.cat([at.position for _, at in seen])
         out.step = torch.cat([torch.full_like(at.position, at.step) for _, at in seen])
-        settled = self._accepted[name]
-        open_rows = [torch.zeros(len(x), dtype=torch.bool) for x, _ in seen[len(settled) :]]
-        out.accepted = torch.cat([*settled, *open_rows]).to(out.position.device)
+        out.accepted = torch.cat(self._flags(name)).to(out.position.device)
         return out
 
     def at(self, name: str, position: int, request: int | None = None) -> Tensor:
-        """The value of the row that stands at `position` (the last accepted one). KeyError if none."""
+        """The row that stands at `position` of a sequence: never one of a rejected draft.
+
+        request: needed where several have that position. Of several teacher-forced passes the last
+        counts. Raises KeyError where no row, or the row of more than one request, is meant.
+        """
         x = self[name]
         match = (x.position == position) & x.accepted
         if request is not None:
             match = match & (x.request == request)
         hits = match.nonzero().flatten()
         if not len(hits):
-            raise KeyError(f"{name} has no accepted row at position {position}")
+            where = "" if request is None else f" of request {request}"
+            raise KeyError(
+                f"{name} has no accepted row at position {position}{where}: "
+                f"it has positions {_few(x.position[x.accepted])} of requests {_few(x.request)}"
+            )
+        owners = sorted(set(x.request[hits].tolist()))
+        if len(owners) > 1:
+            raise KeyError(
+                f"{name} has position {position} of requests {owners}: say which with request="
+            )
         return x.as_subclass(Tensor)[hits[-1]]
 
+    def table(self) -> Table:
+        """What was seen, one row a name: steps, rows, accepted rows, shape of a row, dtype."""
+        from deepinfer.measure.table import Table
+
+        columns = ("name", "steps", "rows", "accepted", "shape", "dtype")
+        rows = []
+        for name in self.names:
+            parts = [x for x, _ in self._rows[name]]
+            shape = stack_rows([p[:0] for p in parts]).shape[1:]
+            rows.append(
+                dict(
+                    name=name,
+                    steps=len({at.step for _, at in self._rows[name]}),
+                    rows=sum(map(len, parts)),
+                    accepted=sum(int(flag.sum()) for flag in self._flags(name)),
+                    shape=" ".join(map(str, shape)),
+                    dtype=str(parts[0].dtype).removeprefix("torch."),
+                )
+            )
+        title = f"trace: {len(rows)} of {len(self._chosen)} chosen names seen"
+        return Table(rows, columns, title=title + (", edited" if self.edits else ""))
+
     def __repr__(self) -> str:
-        if not self._rows:
-            return f"Trace of {len(self._chosen)} names, nothing seen yet"
-        lines = [f"Trace, {len(self._rows)} of {len(self._chosen)} names seen"]
-        shown = list(self._rows.items())[:12]
-        lines += [f"  {n}: {len(s)} steps, {sum(len(x) for x, _ in s)} rows" for n, s in shown]
-        if len(self._rows) > 12:
-            lines.append(f"  ... {len(self._rows) - 12} more")
-        return "\n".join(lines)
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def _seen(self, name: str) -> list[tuple[Tensor, Coordinates]]:
+        if name in self._rows:
+            return self._rows[name]
+        if name in self._chosen:
+            raise KeyError(
+                f"{name} was not computed while this trace was open (candidates, for example, only "
+                "where there are more entries than candidate blocks hold)"
+            )
+        raise KeyError(_missing(name, self._chosen, "this trace chose"))
+
+    def _flags(self, name: str) -> list[Tensor]:
+        settled = self._accepted[name]
+        late = self._rows[name][len(settled) :]
+        return [*settled, *(torch.zeros(len(x), dtype=torch.bool) for x, _ in late)]
+
+
+def edited(name: str, changed: object, x: Tensor) -> Tensor:
+    """What an edit returned, in x's dtype and place."""
+    if not isinstance(changed, Tensor):
+        raise TypeError(
+            f"edit of {name} returned {type(changed).__name__}: return a tensor of shape "
+            f"{tuple(x.shape)}, or None to leave it"
+        )
+    if changed.shape != x.shape:
+        raise ValueError(
+            f"edit of {name} returned shape {tuple(changed.shape)} for {tuple(x.shape)}: "
+            "return a tensor of the same shape, or None to leave it"
+        )
+    return changed.to(x)
 
 
 def stack_rows(parts: list[Tensor]) -> Tensor:
@@ -148,27 +232,45 @@ def stack_rows(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts)
     width = max(p.shape[-1] for p in parts)
     fill = float("nan") if parts[0].is_floating_point() else -1
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts])
+    return torch.cat(
+        [torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=fill) for p in parts]
+    )
 
 
-def chosen_names(patterns: tuple[str, ...], names: list[str]) -> set[str]:
-    """Names that match shell patterns. KeyError for a pattern that matches none."""
+def chosen_names(patterns: tuple[str, ...], names: list[str]) -> dict[str, None]:
+    """Names that match any shell pattern, in the order of `names`. KeyError for a pattern that
+    matches none."""
     chosen: set[str] = set()
     for pattern in patterns:
         hits = fnmatch.filter(names, pattern)
         if not hits:
             raise KeyError(_missing(pattern, names, "eng.trace_names() has"))
         chosen.update(hits)
-    return chosen
+    return {name: None for name in names if name in chosen}
 
 
-def _missing(name: str, known, where: str) -> str:
-    close = difflib.get_close_matches(name, list(known), 3, 0.4)
-    return f"no traced value is named {name!r}: {where} {', '.join(close) if close else f'{len(list(known))} names'}"
+def _missing(name: str, known: Iterable[str], where: str) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 3, 0.4)
+    found = ", ".join(close) if close else f"{len(known)} names"
+    drafts = name.startswith("mtp") and not any(n.startswith("mtp") for n in known)
+    hint = "; mtp.* are there only with a verifier that drafts" if drafts else ""
+    return f"no traced value is named {name!r}: {where} {found}{hint}"
+
+
+def _few(x: Tensor) -> str:
+    """The values of a long tensor in few words: '0, 2' or '0..14'."""
+    values = sorted(set(x.tolist()))
+    if len(values) <= 3:
+        return ", ".join(map(str, values)) or "none"
+    return f"{values[0]}..{values[-1]}"
+
+
+# ---------------------------------------------------------------------------------------- names
 
 
 def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
-    """Every name a forward shows, in the order of the walk. mtp.*: only where drafts are made."""
+    """Every name a forward can show, in the order of the walk. mtp.*: only where drafts are made."""
     out: list[str] = []
     for layer in range(config.num_hidden_layers):
         out += _layer_names(config, f"layers.{layer}", layer, layer in config.engram_layer_ids)

@@ -94,8 +94,8 @@ class AttentionLayer(nn.Module):
         entry = ops.rope(latent, cos, sin)
         index = ops.rope(self.indexer.k_norm(self.indexer.wk(latent, ctx), ctx), cos, sin)
         spec = ctx.attention.kv_spec(ctx.config, self.layer)
-        own_entry = ctx.see(f"{name}.entries", ctx.round(entry, spec.entry_format), keys)
-        own_index = ctx.see(f"{name}.index_keys", ctx.round(index, spec.index_format), keys)
+        own_entry, entry = record(f"{name}.entries", entry, spec.entry_format, keys, ctx)
+        own_index, index = record(f"{name}.index_keys", index, spec.index_format, keys, ctx)
         batch, cache = ctx.batch, ctx.cache
         per_page = 1 if cache is None else cache.entries_per_page(r)
         own_start = keys.start if batch.write_from is None else torch.maximum(keys.start, batch.write_from)
@@ -143,7 +143,7 @@ class AttentionLayer(nn.Module):
         cos, sin = ctx.angles(keys, self.ratio > 0, x.dtype)
         key = self.window_key(x, cos, sin, ctx)
         spec = ctx.attention.kv_spec(ctx.config, self.layer)
-        own = ctx.see(f"{name}.window_keys", ctx.round(key, spec.window_format), keys)
+        own, key = record(f"{name}.window_keys", key, spec.window_format, keys, ctx)
         if self.is_source:
             rows = replace(rows, kv=self.source_kv(x, rows, name, ctx))
             if cut is not None:
@@ -174,9 +174,20 @@ class AttentionLayer(nn.Module):
         picked = ctx.attention.select(info, self.index_query(x, qa, cos, sin, ctx), kv, plan, carried)
         ids = ctx.see(f"{info.name}.selected", picked.ids, rows.set)
         if picked.candidates is not None:
-            ctx.see(f"{info.name}.candidates", picked.candidates, rows.set)
+            blocks = ctx.see(f"{info.name}.candidates", picked.candidates, rows.set)
+            picked = replace(picked, candidates=blocks)
         places = kv.places(ids, rows.set.owner)
         return replace(rows, selected=replace(picked, ids=ids, places=places))
+
+
+def record(
+    name: str, exact: Tensor, fmt: str | None, keys: RowSet, ctx: ForwardContext
+) -> tuple[Tensor, Tensor]:
+    """(the rounded rows that this step reads, what `store` quantises): an edit replaces both, so that
+    later steps read it too."""
+    rounded = ctx.round(exact, fmt)
+    own = ctx.see(name, rounded, keys)
+    return own, exact if own is rounded else own
 
 
 def store(records, places: Tensor, exact: Tensor, rounded: Tensor) -> None:

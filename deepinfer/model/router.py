@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +74,8 @@ class MoE(nn.Module):
         """x [t, d] -> routed sum + shared expert [t, d]. Padding rows are routed to no expert."""
         layer = self.layer(name, ctx)
         routing = ctx.experts.route(layer, x, rows)
-        ctx.see(f"{name}.experts", routing.ids, rows.set)
-        ctx.see(f"{name}.weights", routing.weights, rows.set)
+        if ctx.tap is not None:
+            ids = ctx.see(f"{name}.experts", routing.ids, rows.set)
+            weights = ctx.see(f"{name}.weights", routing.weights, rows.set)
+            routing = replace(routing, ids=ids, weights=weights)
         return ctx.experts.forward(layer, x, routing) + self.shared_experts(x, ctx)
