@@ -1,0 +1,24 @@
+"""For every test: one thread, no deadline for properties, and GPU tests only where there is a GPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; the tests' sizes want one
+os.environ["DI_DISPLAY"] = "test"
+
+import hypothesis
+import pytest
+
+# A first call builds kernels and caches, so a deadline would fail on a busy machine.
+hypothesis.settings.register_profile("deepinfer", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("deepinfer")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
