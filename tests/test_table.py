@@ -168,6 +168,22 @@ def test_provenance_names_no_machine():
     assert facts["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", facts["commit"])
 
 
+def test_provenance_of_an_engine_tells_what_matters_apart():
+    base = di.Engine.tiny(seed=0)
+    facts = provenance.of_engine(base)
+    assert facts == provenance.of_engine(base.with_())
+    table = di.Table([{"x": 1}], provenance=facts)
+    assert di.Table.from_json(table.to_json()) == table and table.provenance["device"] == "cpu"
+    for other, name in (
+        (di.Engine.tiny(seed=1), "weights"),
+        (base.with_(attention="dense"), "slots"),
+        (base.with_(max_num_seqs=2), "settings"),
+        (base.with_(seed=5), "seed"),
+    ):
+        changed = provenance.of_engine(other)
+        assert [key for key in facts if facts[key] != changed[key]] == [name]
+
+
 def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
     """A venv inside somebody's repository must not report that repository's commit."""
     (tmp_path / ".git").mkdir()

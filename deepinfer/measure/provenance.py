@@ -1,11 +1,20 @@
 """Where a measurement comes from: enough to repeat it, nothing that names a person's machine."""
 
+from __future__ import annotations
+
+import dataclasses
 import functools
+import hashlib
 import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine
 
 
 def collect(**more: object) -> dict[str, object]:
@@ -28,6 +37,25 @@ def collect(**more: object) -> dict[str, object]:
         "threads": torch.get_num_threads() if torch else None,
     }
     return {**facts, **more}
+
+
+def of_engine(eng: Engine) -> dict[str, object]:
+    """What a measurement with `eng` depends on, for `Table(provenance=...)`.
+
+    weights: the engine's fingerprint. config: a hash of the model's config. slots: their reprs.
+    settings: the other fields of EngineConfig.
+    """
+    settings = dataclasses.asdict(eng.settings)
+    config = json.dumps(eng.config.to_dict(), sort_keys=True)
+    return {
+        "weights": eng.fingerprint,
+        "config": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "slots": {name: repr(value) for name, value in eng.slots.items()},
+        "device": str(eng.model.device),
+        "dtype": str(eng.model.dtype).removeprefix("torch."),
+        "seed": settings.pop("seed"),
+        "settings": {k: v for k, v in settings.items() if k not in ("device", "dtype")},
+    }
 
 
 @functools.cache
