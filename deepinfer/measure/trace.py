@@ -106,7 +106,10 @@ class Trace:
         request = requests[rows.owner].masked_fill(rows.seq < 0, PADDING)
         where = Coordinates(name, request, rows.positions, step)
         if self._edit is not None:
-            changed = self._edit(x.clone(), where)  # a copy: what is not returned changes nothing
+            copy = x.clone()
+            changed = self._edit(copy, where)
+            if changed is None and copy._version:
+                raise ValueError(f"edit of {name} changed its copy in place and returned None: return it")
             x = x if changed is None else edited(name, changed, x)
         kept = x.detach()
         if self._keep is not None:
