@@ -53,7 +53,7 @@ class Compressor(nn.Module):
         owner = keys.owner
         start = keys.start[owner][:, None]
         places = stored + keys.first[owner][:, None] + at - start
-        valid = at >= 0
+        valid = (at >= 0) & (keys.seq >= 0)[:, None]
         if stored:
             old = ring_places(ctx.batch.state[owner][:, None], at, ctx.cache.group_ring)
             places = torch.where(at >= start, places, old)
