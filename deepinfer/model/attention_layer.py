@@ -165,9 +165,9 @@ class AttentionLayer(nn.Module):
         if plan is None and stored is not None:
             store(stored, ctx.window_writes(self.layer, keys), key, own)
         context = ctx.ops.rope(context, cos, sin, inverse=True)
-        grouped = context.reshape(x.shape[0], self.groups, -1)
+        grouped = context.unflatten(1, (self.groups, -1)).flatten(2)
         z = ctx.ops.group_linear(grouped, self.wo_a.weight, act=ctx.act)
-        return self.wo_b(z.reshape(x.shape[0], -1), ctx), rows
+        return self.wo_b(z.flatten(1), ctx), rows
 
     def _select(self, x, qa, cos, sin, rows: Rows, kv: LayerKV, info: LayerInfo, plan: AttnPlan, ctx) -> Rows:
         carried = rows.selected

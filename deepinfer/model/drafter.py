@@ -119,7 +119,8 @@ class Drafter:
         acc = torch.promote_types(h.dtype, torch.float32)
         base = self.model.head(self.model.mtp[-1].norm(h, ctx), ctx, acc)
         b = tokens.shape[0]
-        return h.view(b, n, -1), ctx.see("mtp.base", base, rows.set).view(b, n, -1)
+        base = ctx.see("mtp.base", base, rows.set)
+        return h.view(b, n, h.shape[-1]), base.view(b, n, base.shape[-1])
 
     def propose(
         self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext,

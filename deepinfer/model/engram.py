@@ -52,7 +52,7 @@ class Engram(nn.Module):
         weight = self.embed.weight
         dtype = rows.streams.dtype
         e = weight.rows(table_rows, dtype) if isinstance(weight, Quantised) else weight[table_rows]
-        kv = self.wkv(e.reshape(t, -1), ctx)
+        kv = self.wkv(e.flatten(1), ctx)
         key, value = kv[:, : m * d].reshape(t, m, d), kv[:, m * d :]
         return ctx.ops.engram_gate(
             rows.streams, key, value, self.q_weight, self.k_weight, c.rms_norm_eps, dead
