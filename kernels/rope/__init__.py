@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepinfer.kernels.cases import normal
 from deepinfer.kernels.registry import Op, register
 
-from . import complex
+from . import complex_product
 from .reference import rope
 
 __all__ = ["OP", "rope"]
@@ -19,9 +19,9 @@ def _cases(g, dtype):
                 f"{shape} inverse={inverse}",
                 dict(
                     x=normal(g, *shape, dtype=dtype),
-                cos=angle.cos(),
-                sin=angle.sin(),
-                inverse=inverse,
+                    cos=angle.cos(),
+                    sin=angle.sin(),
+                    inverse=inverse,
                 ),
             )
 
@@ -37,4 +37,6 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rope)
-OP.implement("complex", batch_invariant=True, supports=complex.supports)(complex.rope)
+OP.implement("complex", batch_invariant=True, supports=complex_product.supports)(
+    complex_product.rope
+)
