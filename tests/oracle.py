@@ -90,8 +90,10 @@ def _turn(raw: np.ndarray, by: int) -> np.ndarray:
 
 @functools.cache
 def numbers(name: str) -> dict[str, Tensor]:
-    """One packed file of expected numbers, by its stem (see NUMBERS). Do not change the tensors."""
-    return unpack((HERE / f"{name}.xz").read_bytes())
+    """A packed file of expected numbers by its stem: one of NUMBERS, or "components", the pure ops'.
+    Do not change the tensors."""
+    folder = HERE.parent if name == "components" else HERE
+    return unpack((folder / f"{name}.xz").read_bytes())
 
 
 @functools.cache

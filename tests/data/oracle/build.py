@@ -20,7 +20,6 @@ from oracle import HERE, SHARD, pack  # noqa: E402
 STEP = 2.0**-18
 THIN = 4  # columns of long logits
 ROWS = torch.tensor([0, 1, 2, 7, 31, 64, 97, 127, 128])  # of the trace of 129 tokens
-EXACT = ("attention/x", "moe/x", "compressor/x", "engram/x", "engram/kv")
 
 
 def thin_columns(x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ def narrow(x: torch.Tensor) -> torch.Tensor:
 
 def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
     tensors = {k: narrow(x).contiguous() for k, x in tensors.items()}
-    steps = {k: STEP for k, x in tensors.items() if x.dtype == torch.float32 and k not in EXACT}
+    steps = {k: STEP for k, x in tensors.items() if x.dtype == torch.float32 and not k.endswith("/x")}
     packed = pack(tensors, steps)
     (HERE / f"{name}.xz").write_bytes(packed)
     print(f"{name}.xz {len(packed):,} bytes, {len(tensors)} tensors")
@@ -62,15 +61,20 @@ def trace(source: Path) -> None:
     save("trace", {k: x[ROWS] if k.startswith(by_row) else x for k, x in found.items()})
 
 
+MODULES = (  # what ../components.xz does not have
+    *(f"attention/{layer}/out" for layer in (0, 2, 3, 6, 7, 8, 9)),
+    *(f"attention/{layer}/topk" for layer in (2, 6, 8)),
+    *(f"attention/{layer}/{what}" for layer in (2, 6) for what in ("compressed_kv", "index_keys")),
+    "attention/candidates", "compressor/6/out", "moe/x", "moe/out", "engram/hash_masked",
+)
+
+
 def modules(source: Path) -> None:
+    """Outputs of attention layers keep every fourth of their 301 rows, the MoE a third of its 96."""
     found = load_file(source / "components.safetensors")
-    kept = {}
-    for name, x in found.items():
-        kind = name.split("/")[0]
-        wanted = kind in ("attention", "moe") or name in ("compressor/x", "compressor/2/out", "compressor/6/out")
-        if wanted or name in ("engram/x", "engram/kv", "engram/ids", "engram/mask") or name.startswith("engram/out"):
-            kept[name] = x[3::4] if kind == "attention" and name.endswith("/out") else x
-    save("modules", kept)
+    rows = {k: slice(3, None, 4) for k in MODULES if k.startswith("attention/") and k.endswith("/out")}
+    rows |= {k: slice(0, None, 3) for k in ("moe/x", "moe/out")}
+    save("modules", {k: found[k][rows.get(k, slice(None))] for k in MODULES})
 
 
 def stored_digest(source: Path) -> str:
