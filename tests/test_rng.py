@@ -9,9 +9,21 @@ from deepinfer import rng
 
 # Random123's known answers (kat_vectors) for philox4x32, 10 rounds: counter, key, result.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -36,7 +48,12 @@ def test_published_answers(counter, key, result):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.sampled_from(rng.Purpose), st.integers(1, 11))
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+    st.sampled_from(rng.Purpose),
+    st.integers(1, 11),
+)
 def test_key_and_counter_layout(seed, position, purpose, count):
     sequence = 3 * position + purpose
     want = []

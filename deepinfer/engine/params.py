@@ -86,7 +86,13 @@ class SamplingParams:
     # ------------------------------------------------------------------------------- the checks
 
     def _real(
-        self, name: str, low: float, high: float, want: str, open_bottom: bool = False, open_top: bool = False
+        self,
+        name: str,
+        low: float,
+        high: float,
+        want: str,
+        open_bottom: bool = False,
+        open_top: bool = False,
     ) -> None:
         x = getattr(self, name)
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
@@ -108,7 +114,9 @@ class SamplingParams:
 
     def _refuse(self, name: str, want: str) -> None:
         x = getattr(self, name)
-        raise ValueError(f"SamplingParams({name}={x!r}): {name} must be {want}, got {type(x).__name__} {x!r}")
+        raise ValueError(
+            f"SamplingParams({name}={x!r}): {name} must be {want}, got {type(x).__name__} {x!r}"
+        )
 
 
 def _with_named_refusals(cls: type) -> type:
@@ -118,7 +126,9 @@ def _with_named_refusals(cls: type) -> type:
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
         if args:
-            raise TypeError(f"SamplingParams takes keywords only, e.g. SamplingParams(temperature={args[0]!r})")
+            raise TypeError(
+                f"SamplingParams takes keywords only, e.g. SamplingParams(temperature={args[0]!r})"
+            )
         for name in given:
             if name not in known:
                 raise TypeError(_unknown(name, known))

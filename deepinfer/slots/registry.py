@@ -82,9 +82,15 @@ class Registry:
         """
         if isinstance(value, str):
             value = self.get(value)
-        if isinstance(value, type) or (inspect.isfunction(value) and value in self._variants.values()):
+        if isinstance(value, type) or (
+            inspect.isfunction(value) and value in self._variants.values()
+        ):
             value = self._make(value)
-        if value is None or isinstance(value, (dict, list, tuple, int, float, bool)) or inspect.ismodule(value):
+        if (
+            value is None
+            or isinstance(value, (dict, list, tuple, int, float, bool))
+            or inspect.ismodule(value)
+        ):
             raise TypeError(
                 f"{self.slot}={value!r}: want a name ({', '.join(map(repr, self.names()))}), a class or an "
                 f"instance such as {self._example()}"
@@ -153,7 +159,7 @@ def slot_of(obj: Any) -> str:
     """
 
     def share(slot: str) -> float:
-        if isinstance(obj, type) and issubclass(obj, PROTOCOLS[slot]) or PROTOCOLS[slot] in type(obj).__mro__:
+        if PROTOCOLS[slot] in (obj if isinstance(obj, type) else type(obj)).__mro__:
             return 2.0
         names = protocol_methods(PROTOCOLS[slot])
         return sum(callable(getattr(obj, n, None)) for n in names) / len(names)
@@ -161,7 +167,9 @@ def slot_of(obj: Any) -> str:
     best = max(SLOTS, key=share)
     if share(best) == 0:
         every = "; ".join(f"{s}: {', '.join(protocol_methods(PROTOCOLS[s]))}" for s in SLOTS)
-        raise TypeError(f"{type(obj).__name__} has no method of any slot ({every}); pass slot= to say which is meant")
+        raise TypeError(
+            f"{type(obj).__name__} has no method of any slot ({every}); pass slot= to say which is meant"
+        )
     return best
 
 

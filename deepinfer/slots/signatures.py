@@ -17,7 +17,9 @@ _DATA: dict[str, tuple[tuple[type, ...], str]] = {
 
 def protocol_methods(protocol: type) -> tuple[str, ...]:
     """Public methods in the order in which the protocol states them."""
-    return tuple(n for n, v in vars(protocol).items() if inspect.isfunction(v) and not n.startswith("_"))
+    return tuple(
+        n for n, v in vars(protocol).items() if inspect.isfunction(v) and not n.startswith("_")
+    )
 
 
 def protocol_data(protocol: type) -> tuple[str, ...]:
@@ -37,7 +39,9 @@ def mismatches(obj: Any, protocol: type) -> list[str]:
     wanted = getattr(protocol, "version", 1)
     version = getattr(obj, "version", wanted)
     if version != wanted:
-        found.append(f"it is written for version {version} of {protocol.__name__}, this is version {wanted}")
+        found.append(
+            f"it is written for version {version} of {protocol.__name__}, this is version {wanted}"
+        )
     for name in protocol_data(protocol):
         types, words = _DATA[name]
         value = getattr(obj, name, None)
@@ -50,7 +54,9 @@ def mismatches(obj: Any, protocol: type) -> list[str]:
             hint = f" (it has {close!r})" if close else ""
             found.append(f"method {name!r} is missing{hint}: {line(protocol, name)}")
         elif not callable(method):
-            found.append(f"{name!r} is a {type(method).__name__}, not a method: {line(protocol, name)}")
+            found.append(
+                f"{name!r} is a {type(method).__name__}, not a method: {line(protocol, name)}"
+            )
         else:
             wrong = _wrong_parameters(method, getattr(protocol, name))
             found += [f"{name}: {w}; the protocol's line is {line(protocol, name)}" for w in wrong]
@@ -71,7 +77,9 @@ def _wrong_parameters(method: Any, stated: Any) -> list[str]:
         if i >= len(positional):
             wrong.append(f"parameter {i + 1}, {p.name!r}, is missing")
         elif positional[i].name != p.name or positional[i].kind not in _CALLED_BY_NAME:
-            wrong.append(f"parameter {i + 1} is named {positional[i].name!r}, it should be {p.name!r}")
+            wrong.append(
+                f"parameter {i + 1} is named {positional[i].name!r}, it should be {p.name!r}"
+            )
         elif p.default is not p.empty and positional[i].default is p.empty:
             wrong.append(f"parameter {p.name!r} needs a default, {p.default!r}")
     for p in own:

@@ -42,7 +42,9 @@ def test_defaults_and_shape():
         temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, ignore_eos=False, top_logprobs=0,
         prompt_logprobs=False, seed=None, grammar=None,
     )  # fmt: skip
-    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in dataclasses.fields(SamplingParams)]
+    assert list(inspect.signature(SamplingParams).parameters) == [
+        f.name for f in dataclasses.fields(SamplingParams)
+    ]
     p = SamplingParams(top_k=5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         p.top_k = 6

@@ -11,13 +11,19 @@ def params(rows):
     """RowParams of (temperature, top_p, top_k) triples."""
     t, p, k = zip(*rows) if rows else ((), (), ())
     return RowParams(
-        torch.tensor(t, dtype=torch.float64), torch.tensor(p, dtype=torch.float64), torch.tensor(k, dtype=torch.long)
+        torch.tensor(t, dtype=torch.float64),
+        torch.tensor(p, dtype=torch.float64),
+        torch.tensor(k, dtype=torch.long),
     )
 
 
 def keys(seeds, positions=None):
     seeds = torch.as_tensor(seeds, dtype=torch.long)
-    positions = torch.zeros_like(seeds) if positions is None else torch.as_tensor(positions, dtype=torch.long)
+    positions = (
+        torch.zeros_like(seeds)
+        if positions is None
+        else torch.as_tensor(positions, dtype=torch.long)
+    )
     return RowKeys(seeds, positions)
 
 

@@ -52,7 +52,9 @@ def test_a_class_that_needs_settings():
         def __init__(self, n):
             super().__init__(n)
 
-    with pytest.raises(TypeError, match=r"Deep cannot be made without arguments.*pass an instance, Deep\(n\)"):
+    with pytest.raises(
+        TypeError, match=r"Deep cannot be made without arguments.*pass an instance, Deep\(n\)"
+    ):
         resolve("verifier", Deep)
     assert resolve("verifier", Deep(2)).max_draft == 2
 
@@ -80,7 +82,9 @@ def test_a_cell_run_again_replaces_its_own():
     own = Registry("sampler", protocols.Sampler)
 
     def cell(module, qualname="Mine"):
-        return own.register("mine")(type("Mine", (Philox,), {"__module__": module, "__qualname__": qualname}))
+        return own.register("mine")(
+            type("Mine", (Philox,), {"__module__": module, "__qualname__": qualname})
+        )
 
     cell("__main__")
     second = cell("__main__")
@@ -99,7 +103,10 @@ def test_signatures_in_words():
     said = mismatches(Bad(), protocols.Sampler)
     assert "parameter 2 is named 'mask', it should be 'params'" in said[0]
     assert any("draw: parameter 2, 'keys', is missing" in s for s in said)
-    assert "the protocol's line is Sampler.draw(self, dist: Dist, keys: RowKeys) -> Sampled" in said[-1]
+    assert (
+        "the protocol's line is Sampler.draw(self, dist: Dist, keys: RowKeys) -> Sampled"
+        in said[-1]
+    )
 
     class Near(Philox):
         draw = None
@@ -128,7 +135,10 @@ def test_signatures_in_words():
     class Old(Philox):
         version = 0
 
-    assert "written for version 0 of Sampler, this is version 1" in mismatches(Old(), protocols.Sampler)[0]
+    assert (
+        "written for version 0 of Sampler, this is version 1"
+        in mismatches(Old(), protocols.Sampler)[0]
+    )
 
     class Deep(Off):
         max_draft = True
@@ -178,7 +188,9 @@ def test_promises_end_where_a_deciding_method_is_overridden():
 
         def plan(self, prompt, config): ...
 
-    assert promises(Setting(), "replay").exact and not promises(Setting(exact=False), "replay").exact
+    assert (
+        promises(Setting(), "replay").exact and not promises(Setting(exact=False), "replay").exact
+    )
     obj = Philox()
     obj.exact = False
     assert not promises(obj).exact

@@ -63,7 +63,9 @@ def test_a_row_never_depends_on_its_neighbours(seed, data):
     for at in [order, *[torch.tensor([i]) for i in range(t)]]:
         alone = S.distribution(logits[at], params([rows[i] for i in at]))
         for name in ("probs", "logprobs", "finite"):
-            assert torch.equal(getattr(alone, name).nan_to_num(7.0), getattr(dist, name)[at].nan_to_num(7.0)), name
+            assert torch.equal(
+                getattr(alone, name).nan_to_num(7.0), getattr(dist, name)[at].nan_to_num(7.0)
+            ), name
         assert torch.equal(S.draw(alone, k.rows(at)).tokens, drawn.tokens[at])
 
 
@@ -117,7 +119,9 @@ def test_inputs_are_left_alone_and_no_rows_are_legal():
     before = [x.clone() for x in (logits, mask, p.temperature, p.top_p, p.top_k)]
     dist = S.distribution(logits, p, mask)
     S.draw(dist, keys([1, 2]))
-    assert all(torch.equal(a, b) for a, b in zip(before, (logits, mask, p.temperature, p.top_p, p.top_k)))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (logits, mask, p.temperature, p.top_p, p.top_k))
+    )
     assert (dist.probs[~mask] == 0).all() and (dist.logprobs[~mask] == -math.inf).all()
     none = S.draw(S.distribution(torch.zeros(0, 8), params([])), keys([]))
     assert none.tokens.shape == none.logprobs.shape == (0,)
@@ -155,7 +159,9 @@ def plain_draw(probs, seed, position, purpose):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 2, 3, 8, 97, 8191, 8192, 9000]), st.integers(0, 2**32), st.integers(0, 500))
+@given(
+    st.sampled_from([1, 2, 3, 8, 97, 8191, 8192, 9000]), st.integers(0, 2**32), st.integers(0, 500)
+)
 def test_draw_is_the_kernels(v, seed, position):
     g = torch.Generator().manual_seed(seed + position)
     probs = (torch.randn(1, v, generator=g) * 2).softmax(-1)
@@ -168,7 +174,9 @@ def test_redraws_happen_and_are_the_kernels():
     """A total of exactly 2^31 refuses half of all words."""
     probs = torch.tensor([[0.5, 0.25, 0.25]])
     for seed in range(40):
-        assert draw_by_weight(probs, keys([seed]), 0).item() == plain_draw(probs[0].tolist(), seed, 0, 0)
+        assert draw_by_weight(probs, keys([seed]), 0).item() == plain_draw(
+            probs[0].tolist(), seed, 0, 0
+        )
     first = rng.words(torch.arange(40), torch.zeros(40, dtype=torch.long), 0, 1)
     assert (first >= 2**31).any()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slots.laws import chi_square_fits, keys, params
+from slots.laws import chi_square_fits, keys
 
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, Draft, RowKeys, Sampled, Target
@@ -26,11 +26,19 @@ def case(p, q, b, n=1, positions=None):
     """b sequences, n drafts each from law q, targets of law p, all verified."""
     seed = torch.arange(b)
     dists = tuple(dist([q] * b) for _ in range(n))
-    tokens = [S.draw(d, RowKeys(rng.draft_seed(seed), torch.full((b,), i))).tokens for i, d in enumerate(dists)]
+    tokens = [
+        S.draw(d, RowKeys(rng.draft_seed(seed), torch.full((b,), i))).tokens
+        for i, d in enumerate(dists)
+    ]
     k = RowKeys(seed.repeat_interleave(n + 1), torch.arange(n + 1).repeat(b))
     target = dist([p] * (b * (n + 1)))
     rows = torch.arange(b * (n + 1)).view(b, n + 1)
-    draft = Draft(torch.stack(tokens, 1) if n else torch.zeros(b, 0, dtype=torch.long), torch.ones(b, n), torch.zeros(b, n), dists)
+    draft = Draft(
+        torch.stack(tokens, 1) if n else torch.zeros(b, 0, dtype=torch.long),
+        torch.ones(b, n),
+        torch.zeros(b, n),
+        dists,
+    )
     return draft, Target(target, S.draw(target, k), rows, k)
 
 
@@ -47,7 +55,9 @@ def test_the_first_token_has_the_targets_law(rule, rate):
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
-@pytest.mark.parametrize("p, q", [((0.9, 0.1, 0.0), (0.0, 0.1, 0.9)), ((1.0, 0.0, 0.0), (0.3, 0.3, 0.4)), (P, P)])
+@pytest.mark.parametrize(
+    "p, q", [((0.9, 0.1, 0.0), (0.0, 0.1, 0.9)), ((1.0, 0.0, 0.0), (0.3, 0.3, 0.4)), (P, P)]
+)
 def test_pairs_of_tokens_have_the_product_law(rule, p, q):
     """Position by position over several steps: what is emitted is i.i.d. from p."""
     out = Fixed(3, rule=rule).accept(*case(p, q, 6000, n=3))
@@ -61,7 +71,12 @@ def test_pairs_of_tokens_have_the_product_law(rule, p, q):
 
 def test_argmax_acceptance_would_fail_this_test():
     draft, target = case(P, Q, 20000)
-    greedy = Target(target.dist, Sampled(target.dist.probs.argmax(-1), target.sampled.logprobs), target.rows, target.keys)
+    greedy = Target(
+        target.dist,
+        Sampled(target.dist.probs.argmax(-1), target.sampled.logprobs),
+        target.rows,
+        target.keys,
+    )
     out = Fixed(1).accept(draft, greedy)
     assert not chi_square_fits(out.tokens[:, 0].bincount(minlength=3), torch.tensor(P))
 
@@ -96,7 +111,8 @@ def test_rows_that_did_not_run(rule, n, b, data):
     law = dist(torch.tensor([P] * flat).reshape(flat, 3))
     k = keys(torch.arange(flat))
     out = Fixed(n, rule=rule).accept(
-        Draft(tokens, torch.ones(b, n), torch.zeros(b, n), draft.dists), Target(law, Sampled(forced, law.probs[:, 0]), rows, k)
+        Draft(tokens, torch.ones(b, n), torch.zeros(b, n), draft.dists),
+        Target(law, Sampled(forced, law.probs[:, 0]), rows, k),
     )
     assert out.tokens.shape == (b, n + 1)
     for i in range(b):
@@ -112,7 +128,12 @@ def test_a_broken_row_is_the_last_one_emitted(rule):
     draft, target = case((1.0, 0.0), (1.0, 0.0), 2, n=3)
     finite = torch.ones(8, dtype=torch.bool)
     finite[5] = False  # sequence 1, row 1
-    broken = Target(Dist(target.dist.probs, target.dist.logprobs, finite), target.sampled, target.rows, target.keys)
+    broken = Target(
+        Dist(target.dist.probs, target.dist.logprobs, finite),
+        target.sampled,
+        target.rows,
+        target.keys,
+    )
     assert Fixed(3, rule=rule).accept(draft, broken).count.tolist() == [4, 2]
 
 
@@ -123,15 +144,23 @@ def test_rejection_does_not_depend_on_company_and_leaves_inputs_alone():
     for i in range(40):
         one = Draft(draft.tokens[i : i + 1], draft.confidence[:1], draft.logprobs[:1], tuple(
             Dist(d.probs[i : i + 1], d.logprobs[i : i + 1], d.finite[i : i + 1]) for d in draft.dists))  # fmt: skip
-        alone = Fixed(3, rule="rejection").accept(one, Target(target.dist, target.sampled, target.rows[i : i + 1], target.keys))
-        assert torch.equal(alone.tokens[0], together.tokens[i]) and alone.count[0] == together.count[i]
-    assert torch.equal(before[0].tokens, draft.tokens) and torch.equal(before[1].dist.probs, target.dist.probs)
+        alone = Fixed(3, rule="rejection").accept(
+            one, Target(target.dist, target.sampled, target.rows[i : i + 1], target.keys)
+        )
+        assert (
+            torch.equal(alone.tokens[0], together.tokens[i]) and alone.count[0] == together.count[i]
+        )
+    assert torch.equal(before[0].tokens, draft.tokens) and torch.equal(
+        before[1].dist.probs, target.dist.probs
+    )
 
 
 def test_rejection_without_laws_is_refused():
     draft, target = case(P, Q, 2)
     with pytest.raises(ValueError, match="1 drafts, 0 laws"):
-        Fixed(1, rule="rejection").accept(Draft(draft.tokens, draft.confidence, draft.logprobs), target)
+        Fixed(1, rule="rejection").accept(
+            Draft(draft.tokens, draft.confidence, draft.logprobs), target
+        )
 
 
 # -------------------------------------------------------------------------------- how many rows
@@ -142,14 +171,16 @@ class Whole(BaseVerifier):
 
 
 survivals = st.integers(0, 5).flatmap(
-    lambda n: st.lists(st.lists(st.floats(0, 1, width=32), min_size=n, max_size=n), min_size=0, max_size=5).map(
-        lambda rows: torch.tensor(rows, dtype=torch.float32).reshape(len(rows), n).cumprod(-1)
-    )
+    lambda n: st.lists(
+        st.lists(st.floats(0, 1, width=32), min_size=n, max_size=n), min_size=0, max_size=5
+    ).map(lambda rows: torch.tensor(rows, dtype=torch.float32).reshape(len(rows), n).cumprod(-1))
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([Whole(), Fixed(3), Fixed(5), Off()]), survivals, st.integers(0, 12), st.data())
+@given(
+    st.sampled_from([Whole(), Fixed(3), Fixed(5), Off()]), survivals, st.integers(0, 12), st.data()
+)
 def test_allocation(v, fresh, extra, data):
     b, n = fresh.shape
     rows = v.allocate(fresh, b + extra)
@@ -172,13 +203,17 @@ def test_the_likeliest_drafts_are_taken():
     ]  # fmt: skip
     assert Fixed(2).allocate(fresh, 6).tolist() == [2, 2, 2]
     assert Fixed(2).allocate(torch.ones(3, 3), 7).tolist() == [3, 2, 2]
-    assert Fixed(3).budget(torch.ones(4, 5), None) == 16 and Off().budget(torch.ones(4, 5), None) == 4
+    assert (
+        Fixed(3).budget(torch.ones(4, 5), None) == 16 and Off().budget(torch.ones(4, 5), None) == 4
+    )
 
 
 def test_fixed_settings():
     info = SimpleNamespace(config=SimpleNamespace(max_draft=4))
     whole = Fixed()
-    assert whole.start(info).max_draft == 4 and whole.max_draft == 5 and whole.start(info) is not whole
+    assert (
+        whole.start(info).max_draft == 4 and whole.max_draft == 5 and whole.start(info) is not whole
+    )
     assert Fixed(3, rule="rejection").start(info).rule == "rejection"
     with pytest.raises(ValueError, match=r"at most 4 tokens a step; use Fixed\(4\)"):
         Fixed(5).start(info)
@@ -187,7 +222,10 @@ def test_fixed_settings():
             Fixed(bad)
     with pytest.raises(ValueError, match="match, rejection"):
         Fixed(2, rule="argmax")
-    assert repr(Fixed(3)) == "Fixed(3)" and repr(Fixed(rule="rejection")) == "Fixed(None, rule='rejection')"
+    assert (
+        repr(Fixed(3)) == "Fixed(3)"
+        and repr(Fixed(rule="rejection")) == "Fixed(None, rule='rejection')"
+    )
 
 
 def test_cost_curve_is_a_staircase():
@@ -198,6 +236,13 @@ def test_cost_curve_is_a_staircase():
     assert max(range(6), key=gain.__getitem__) == 5 and gain[3] < gain[2]
     default = CostCurve()
     assert default.at(1) < default.at(9) == default.at(16) < default.at(1000)
-    for rows, cost in [((), ()), ((1, 2), (1,)), ((2, 1), (1, 1)), ((0,), (1,)), ((1,), (0,)), ((1,), (float("nan"),))]:
+    for rows, cost in [
+        ((), ()),
+        ((1, 2), (1,)),
+        ((2, 1), (1, 1)),
+        ((0,), (1,)),
+        ((1,), (0,)),
+        ((1,), (float("nan"),)),
+    ]:
         with pytest.raises(ValueError, match="CostCurve"):
             CostCurve(rows, cost)

@@ -33,10 +33,11 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Law:
-    """words: the law in one sentence. exact: it binds only objects that claim exact=True."""
+    """words: the law in one sentence. run: raises Broken, or returns why there is nothing to run.
+    exact: it binds only objects that claim exact=True."""
 
     words: str
-    run: Callable[[Subject], None]
+    run: Callable[[Subject], str | None]
     exact: bool = False
 
 
@@ -57,7 +58,7 @@ class Subject:
 def law(laws: list[Law], words: str, exact: bool = False) -> Callable:
     """Decorator that appends a function to a slot's laws."""
 
-    def add(run: Callable[[Subject], None]) -> Callable[[Subject], None]:
+    def add(run: Callable[[Subject], str | None]) -> Callable[[Subject], str | None]:
         laws.append(Law(words, run, exact))
         return run
 
@@ -114,7 +115,11 @@ def untouched(**inputs: Any) -> Iterator[None]:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, NaN equal to NaN."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(-7.25), b.nan_to_num(-7.25))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.nan_to_num(-7.25), b.nan_to_num(-7.25))
+    )
 
 
 def close(a: Tensor, b: Tensor, tolerance: float) -> bool:

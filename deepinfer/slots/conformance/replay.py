@@ -17,7 +17,13 @@ def prompts(window: int) -> Iterator[Prompt]:
     w = window
     lengths = sorted({1, 2, w - 1, w, w + 1, 2 * w, 3 * w + 1, 8 * w, 20 * w + 3})
     for length in lengths:
-        hits = sorted({h for h in (0, 1, w, w + 1, 2 * w, length // 2, length - w, length - 1) if 0 <= h < length})
+        hits = sorted(
+            {
+                h
+                for h in (0, 1, w, w + 1, 2 * w, length // 2, length - w, length - 1)
+                if 0 <= h < length
+            }
+        )
         for hit in hits:
             for state in sorted({0, max(hit - w, 0), hit}):
                 for every in (False, True):
@@ -43,7 +49,9 @@ def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | 
                     if not prompt.wants_all_logits:
                         raise
                     plan = None
-                expect(plan is None or isinstance(plan, ReplayPlan), f"plan is a {type(plan).__name__}")
+                expect(
+                    plan is None or isinstance(plan, ReplayPlan), f"plan is a {type(plan).__name__}"
+                )
             yield words, prompt, config, plan
 
 
@@ -56,7 +64,10 @@ def valid(s: Subject) -> None:
                 numbers = (plan.start, plan.write_from, *plan.kv_from, *plan.rows_from, *plan.floor)
                 expect(all(type(x) is int for x in numbers), "a plan holds host integers only")
                 expect(min(numbers) >= 0, f"a number of the plan is negative: {min(numbers)}")
-                expect(isinstance(plan.why, str) and plan.why, "why is empty: say in words what was decided")
+                expect(
+                    isinstance(plan.why, str) and plan.why,
+                    "why is empty: say in words what was decided",
+                )
 
 
 @law(LAWS, "block KV is complete: each position was found or is projected by every KV source")
@@ -65,7 +76,10 @@ def complete(s: Subject) -> None:
         if plan is None:
             continue
         with case(**words):
-            expect(plan.start <= prompt.hit, f"starts at {plan.start}: {prompt.hit}..{plan.start - 1} is in no cache")
+            expect(
+                plan.start <= prompt.hit,
+                f"starts at {plan.start}: {prompt.hit}..{plan.start - 1} is in no cache",
+            )
             for layer in config.kv_source_layers:
                 enter = max(plan.start, plan.rows_from[layer - 1] if layer else 0)
                 expect(
@@ -80,7 +94,10 @@ def short_hit(s: Subject) -> None:
         if plan is None or prompt.hit > config.sliding_window or prompt.state_at:
             continue
         with case(**words):
-            expect(plan.start == 0 and plan.write_from == 0, f"start {plan.start}, write_from {plan.write_from}")
+            expect(
+                plan.start == 0 and plan.write_from == 0,
+                f"start {plan.start}, write_from {plan.write_from}",
+            )
 
 
 @law(LAWS, "where all logits are wanted no row is dropped, or the prompt is refused (ValueError)")
@@ -105,7 +122,10 @@ def pure(s: Subject) -> None:
         with case(model=name, length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
             expect(a == b, f"after other prompts the plan is another: {a} and {b}")
     with case(model=name, prompts=len(every)):
-        expect(repr(held) == repr(getattr(forward, "__dict__", {})), "planning changed the policy's settings")
+        expect(
+            repr(held) == repr(getattr(forward, "__dict__", {})),
+            "planning changed the policy's settings",
+        )
 
 
 def _plan(policy, prompt: Prompt, config: ModelConfig):
@@ -128,7 +148,10 @@ def exact_plans(s: Subject) -> None:
 def exact_policy(s: Subject) -> None:
     for words, _, _, plan in plans(s):
         with case(**words):
-            expect(plan is None or plan.exact, f"the policy claims exact=True, this plan does not: {plan and plan.why}")
+            expect(
+                plan is None or plan.exact,
+                f"the policy claims exact=True, this plan does not: {plan and plan.why}",
+            )
 
 
 def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> None:
@@ -151,7 +174,10 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
             f"layer {layer} drops rows below {plan.rows_from[layer]}, later layers see those from {out}",
         )
         seen = max(out - w + 1, 0)
-        expect(plan.floor[layer] <= seen, f"layer {layer} hides window positions below {plan.floor[layer]}")
+        expect(
+            plan.floor[layer] <= seen,
+            f"layer {layer} hides window positions below {plan.floor[layer]}",
+        )
         enter = min(seen, max(length - w + 1, 0))
         if layer in config.kv_source_layers:
             enter = min(enter, plan.write_from)
@@ -161,5 +187,3 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
             f"layer {layer} does not write window keys below {plan.kv_from[layer]}, those from {enter} are seen",
         )
         out = enter
-
-

@@ -55,10 +55,14 @@ class Report:
     def __repr__(self) -> str:
         ran = [r for r in self.results if r.status != NOT_RUN]
         broken = len(self.failures)
-        verdict = f"all {len(ran)} laws hold" if not broken else f"{broken} of {len(ran)} laws broken"
+        verdict = (
+            f"all {len(ran)} laws hold" if not broken else f"{broken} of {len(ran)} laws broken"
+        )
         lines = [f"{self.subject} as {self.slot}: {verdict}"]
         for r in self.results:
             lines.append(f"  {r.status:8}{r.law}")
             if r.case:
-                lines += textwrap.wrap(r.case, 98, initial_indent=" " * 10, subsequent_indent=" " * 12)
+                lines += textwrap.wrap(
+                    r.case, 98, initial_indent=" " * 10, subsequent_indent=" " * 12
+                )
         return "\n".join(lines)

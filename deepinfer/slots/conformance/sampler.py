@@ -113,12 +113,19 @@ def greedy(s: Subject) -> None:
             with case(temperature=temperature, logits=row):
                 sampler, best = s.fresh(), row.index(max(row))
                 d = sampler.distribution(torch.tensor([row]), all_params([(temperature, 0.5, 2)]))
-                expect(d.probs[0, best] == 1, f"the law is {show(d.probs[0])}, it should be all on {best}")
+                expect(
+                    d.probs[0, best] == 1,
+                    f"the law is {show(d.probs[0])}, it should be all on {best}",
+                )
                 got = sampler.draw(d, keys(1)).tokens.item()
                 expect(got == best, f"drew token {got}, it should be {best}")
 
 
-@law(LAWS, "the law is: mask, temperature, top-p (mass before <= p), top-k, ties to the lower id", exact=True)
+@law(
+    LAWS,
+    "the law is: mask, temperature, top-p (mass before <= p), top-k, ties to the lower id",
+    exact=True,
+)
 def definition(s: Subject) -> None:
     for rows, vocab in SIZES:
         for first, setting in enumerate(SETTINGS):
@@ -127,7 +134,9 @@ def definition(s: Subject) -> None:
                 with case(**name, ties="yes" if tied else "no"):
                     x = logits(rows, vocab)
                     x = x.round() if tied else x
-                    got = s.fresh().distribution(x, params(rows, first), half_mask(rows, vocab)).probs
+                    got = (
+                        s.fresh().distribution(x, params(rows, first), half_mask(rows, vocab)).probs
+                    )
                     want = reference(x.double(), params(rows, first), half_mask(rows, vocab)).probs
                     bad = ~torch.isclose(got.double(), want, atol=1e-5).all(-1)
                     i = int(bad.long().argmax())
@@ -144,7 +153,9 @@ def draws(s: Subject) -> None:
             for over in ("positions", "seeds"):
                 with case(vocabulary=vocab, temperature_top_p_top_k=setting, over=over):
                     sampler, one = s.fresh(), logits(1, vocab)
-                    d = sampler.distribution(one.expand(DRAWS, vocab).contiguous(), all_params([setting] * DRAWS))
+                    d = sampler.distribution(
+                        one.expand(DRAWS, vocab).contiguous(), all_params([setting] * DRAWS)
+                    )
                     count, still = torch.arange(DRAWS), torch.full((DRAWS,), 5)
                     k = RowKeys(still, count) if over == "positions" else RowKeys(count, still)
                     follows(sampler.draw(d, k).tokens, d.probs[0], f"logits {show(one)}")
@@ -174,12 +185,22 @@ def masked(s: Subject) -> None:
         for first, setting in enumerate(SETTINGS):
             with case(rows=rows, vocabulary=vocab, temperature_top_p_top_k=setting):
                 sampler, mask = s.fresh(), half_mask(rows, vocab)
-                x = logits(rows, vocab).masked_fill(~mask, 9.0)  # the illegal ones are the likeliest
+                x = logits(rows, vocab).masked_fill(
+                    ~mask, 9.0
+                )  # the illegal ones are the likeliest
                 d = sampler.distribution(x, params(rows, first), mask)
-                expect((d.probs[~mask] == 0).all(), f"probs of masked tokens are {show(d.probs[~mask])}")
-                expect((d.logprobs[~mask] == -math.inf).all(), "logprobs of masked tokens are not -inf")
+                expect(
+                    (d.probs[~mask] == 0).all(),
+                    f"probs of masked tokens are {show(d.probs[~mask])}",
+                )
+                expect(
+                    (d.logprobs[~mask] == -math.inf).all(), "logprobs of masked tokens are not -inf"
+                )
                 tokens = sampler.draw(d, keys(rows)).tokens
-                expect(mask.gather(1, tokens[:, None]).all(), f"drew {tokens.tolist()}, one of them is masked")
+                expect(
+                    mask.gather(1, tokens[:, None]).all(),
+                    f"drew {tokens.tolist()}, one of them is masked",
+                )
 
 
 @law(LAWS, "a row does not depend on its neighbours or on the order of rows")
@@ -196,7 +217,9 @@ def independent(s: Subject) -> None:
                 alone = sampler.distribution(x[at], p.rows(at))
                 for name, t in tensors(alone).items():
                     whole = tensors(d)[name][at]
-                    expect(equal(t, whole), f"{name} has other {bits}: {show(t)} against {show(whole)}")
+                    expect(
+                        equal(t, whole), f"{name} has other {bits}: {show(t)} against {show(whole)}"
+                    )
                 drawn = sampler.draw(alone, k.rows(at)).tokens
                 expect(
                     torch.equal(drawn, out.tokens[at]),
@@ -212,15 +235,26 @@ def seeded(s: Subject) -> None:
         d = sampler.distribution(torch.zeros(5, vocab), all_params([(1.0, 1.0, -1)] * 5))
         text = [sampler.draw(d, RowKeys(seeds, torch.full((5,), i))).tokens for i in range(n)]
         again = sampler.draw(d, RowKeys(seeds, torch.zeros(5, dtype=torch.long))).tokens
-        expect(torch.equal(again, text[0]), "position 0 drawn a second time gives other tokens: a draw keeps a count")
+        expect(
+            torch.equal(again, text[0]),
+            "position 0 drawn a second time gives other tokens: a draw keeps a count",
+        )
         rows = torch.stack(text, 1)
         expect(torch.equal(rows[0], rows[4]), "two rows of one seed draw different tokens")
-        if d.probs.max() > 0.5:  # a sampler that is always nearly certain: streams cannot be told apart
+        if (
+            d.probs.max() > 0.5
+        ):  # a sampler that is always nearly certain: streams cannot be told apart
             return
         for i in range(4):
             for j in range(i):
-                expect(not torch.equal(rows[i], rows[j]), f"seeds {seeds[j]} and {seeds[i]} draw the same 16 tokens")
-            expect(len(set(rows[i].tolist())) > 1, f"seed {seeds[i]} draws one token at all 16 positions")
+                expect(
+                    not torch.equal(rows[i], rows[j]),
+                    f"seeds {seeds[j]} and {seeds[i]} draw the same 16 tokens",
+                )
+            expect(
+                len(set(rows[i].tolist())) > 1,
+                f"seed {seeds[i]} draws one token at all 16 positions",
+            )
 
 
 @law(LAWS, "the same call gives the same bits")
@@ -239,7 +273,12 @@ def deterministic(s: Subject) -> None:
 def pure(s: Subject) -> None:
     for rows, vocab in SIZES:
         with case(rows=rows, vocabulary=vocab):
-            sampler, x, p, mask = s.fresh(), logits(rows, vocab), params(rows), half_mask(rows, vocab)
+            sampler, x, p, mask = (
+                s.fresh(),
+                logits(rows, vocab),
+                params(rows),
+                half_mask(rows, vocab),
+            )
             with untouched(logits=x, params=p, mask=mask):
                 d = sampler.distribution(x, p, mask)
             k = keys(rows)
@@ -266,6 +305,11 @@ def broken(s: Subject) -> None:
                 expect(not d.finite[at], "the row says finite=True")
                 others = torch.tensor([i for i in range(rows) if i != at], dtype=torch.long)
                 expect(d.finite[others].all(), "another row says finite=False")
-                expect(close(d.probs[others], clean.probs[others], 1e-5), "another row's law has changed")
+                expect(
+                    close(d.probs[others], clean.probs[others], 1e-5),
+                    "another row's law has changed",
+                )
                 tokens = sampler.draw(d, keys(rows)).tokens
-                expect(((tokens >= 0) & (tokens < 8)).all(), f"drew {tokens.tolist()} from 8 tokens")
+                expect(
+                    ((tokens >= 0) & (tokens < 8)).all(), f"drew {tokens.tolist()} from 8 tokens"
+                )

@@ -55,4 +55,6 @@ def small_config() -> ModelConfig:
 
 def engine_info(config: ModelConfig) -> EngineInfo:
     """What an engine of this model would hand to `start`, on the CPU in FP64."""
-    return EngineInfo(config=config, device=torch.device("cpu"), dtype=torch.float64, max_num_seqs=8)
+    return EngineInfo(
+        config=config, device=torch.device("cpu"), dtype=torch.float64, max_num_seqs=8
+    )

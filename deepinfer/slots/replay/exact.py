@@ -28,14 +28,20 @@ class Exact:
         return "Exact()"
 
     def plan(self, prompt: Prompt, config: ModelConfig) -> ReplayPlan:
-        start = 0 if prompt.wants_all_logits else min(prompt.state_at, prompt.hit, max(prompt.length - 1, 0))
+        start = (
+            0
+            if prompt.wants_all_logits
+            else min(prompt.state_at, prompt.hit, max(prompt.length - 1, 0))
+        )
         layers = config.num_layers
         if prompt.wants_all_logits:
             why = "all rows: log-probabilities of the whole prompt are asked"
         elif start:
             why = f"from {start}: block KV and state KV are at hand below it"
         else:
-            why = "all rows: no state KV is at hand" if prompt.hit else "all rows: nothing is at hand"
+            why = (
+                "all rows: no state KV is at hand" if prompt.hit else "all rows: nothing is at hand"
+            )
         return ReplayPlan(
             start=start,
             write_from=start,

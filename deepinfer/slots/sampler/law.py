@@ -63,7 +63,9 @@ def _filter(x: Tensor, scaled: Tensor, params: RowParams, greedy: Tensor) -> Ten
     at = rows.nonzero()[:, 0]
     if not at.numel():
         return scaled
-    return scaled.index_put((at,), scaled[at].masked_fill(~_survivors(x[at], scaled[at], params.rows(at)), -torch.inf))
+    return scaled.index_put(
+        (at,), scaled[at].masked_fill(~_survivors(x[at], scaled[at], params.rows(at)), -torch.inf)
+    )
 
 
 def _survivors(x: Tensor, scaled: Tensor, params: RowParams) -> Tensor:
@@ -80,12 +82,16 @@ def _survivors(x: Tensor, scaled: Tensor, params: RowParams) -> Tensor:
 
 def _check(logits: Tensor, params: RowParams, mask: Tensor | None) -> None:
     if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
-        raise ValueError(f"distribution: logits must be a float tensor [t, v], got {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"distribution: logits must be a float tensor [t, v], got {logits.dtype} {tuple(logits.shape)}"
+        )
     t = logits.shape[0]
     for name in ("temperature", "top_p", "top_k"):
         shape = tuple(getattr(params, name).shape)
         if shape != (t,):
-            raise ValueError(f"distribution: logits have {t} rows, params.{name} has shape {shape}; give one per row")
+            raise ValueError(
+                f"distribution: logits have {t} rows, params.{name} has shape {shape}; give one per row"
+            )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != logits.shape):
         raise ValueError(
             f"distribution: mask must be bool of shape {tuple(logits.shape)} (True = legal), "

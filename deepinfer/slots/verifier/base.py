@@ -36,7 +36,9 @@ class BaseVerifier:
 
     def start(self, info: EngineInfo) -> Any:
         if self.rule not in RULES:
-            raise ValueError(f"{type(self).__name__}.rule is {self.rule!r}: the rules are {', '.join(RULES)}")
+            raise ValueError(
+                f"{type(self).__name__}.rule is {self.rule!r}: the rules are {', '.join(RULES)}"
+            )
         return copy.deepcopy(self)
 
     # ------------------------------------------------------------------------------ how many rows
@@ -61,7 +63,9 @@ class BaseVerifier:
             return torch.ones(b, dtype=torch.long, device=fresh.device)
         n = min(n, self.max_draft)
         survival = fresh[:, :n].cummin(-1)[0] if n else fresh[:, :0]
-        order = survival.t().flatten().sort(dim=0, descending=True, stable=True)[1]  # depth-major: ties
+        order = (
+            survival.t().flatten().sort(dim=0, descending=True, stable=True)[1]
+        )  # depth-major: ties
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(b * n, device=fresh.device))
         taken = (rank.view(n, b) < budget - b) & (survival.t() > 0)
         return 1 + taken.sum(0)
@@ -86,7 +90,13 @@ class BaseVerifier:
         return _emit(draft.tokens, kept, own.gather(1, kept[:, None]), verified)
 
     def _reject(
-        self, draft: Draft, target: Target, own: Tensor, usable: Tensor, verified: Tensor, at: Tensor
+        self,
+        draft: Draft,
+        target: Target,
+        own: Tensor,
+        usable: Tensor,
+        verified: Tensor,
+        at: Tensor,
     ) -> Accepted:
         b, n = draft.tokens.shape
         if len(draft.dists) != n:
@@ -96,7 +106,9 @@ class BaseVerifier:
             )
         x = draft.tokens.clamp(min=0)
         p = target.dist.probs[at[:, :-1], x].double()
-        q = torch.stack([d.probs.gather(1, x[:, i, None])[:, 0] for i, d in enumerate(draft.dists)], 1).double()
+        q = torch.stack(
+            [d.probs.gather(1, x[:, i, None])[:, 0] for i, d in enumerate(draft.dists)], 1
+        ).double()
         keys = target.keys.rows(at[:, :-1].flatten())
         u = rng.uniform(keys.seed, keys.position, rng.Purpose.ACCEPT).view(b, n)
         kept = (usable & (q > 0) & (u * q < p)).long().cumprod(-1).sum(-1)
@@ -120,6 +132,8 @@ def _emit(drafts: Tensor, kept: Tensor, last: Tensor, verified: Tensor) -> Accep
     b = drafts.shape[0]
     place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat((drafts, drafts.new_full((b, 1), -1)), 1)
-    tokens = torch.where(place < kept[:, None], padded, torch.where(place == kept[:, None], last, -1))
+    tokens = torch.where(
+        place < kept[:, None], padded, torch.where(place == kept[:, None], last, -1)
+    )
     count = torch.where(verified[:, 0], kept + 1, 0)
     return Accepted(torch.where(verified[:, :1], tokens, -1), count)

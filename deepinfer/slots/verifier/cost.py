@@ -25,7 +25,9 @@ class CostCurve:
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "cost", tuple(float(c) for c in self.cost))
         if not self.rows or len(self.rows) != len(self.cost):
-            raise ValueError(f"CostCurve: {len(self.rows)} sizes and {len(self.cost)} costs; give one cost per size")
+            raise ValueError(
+                f"CostCurve: {len(self.rows)} sizes and {len(self.cost)} costs; give one cost per size"
+            )
         if self.rows[0] < 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:])):
             raise ValueError(f"CostCurve: rows must be ascending and >= 1, got {self.rows}")
         if not all(math.isfinite(c) and c > 0 for c in self.cost):

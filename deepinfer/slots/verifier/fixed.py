@@ -27,7 +27,9 @@ class Fixed(BaseVerifier):
 
     def __init__(self, n: int | None = None, *, rule: str = "match") -> None:
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
-            raise ValueError(f"Fixed(n={n!r}): n must be an integer >= 0, or None for the whole draft")
+            raise ValueError(
+                f"Fixed(n={n!r}): n must be an integer >= 0, or None for the whole draft"
+            )
         if rule not in RULES:
             raise ValueError(f"Fixed(rule={rule!r}): the rules are {', '.join(RULES)}")
         self.n = n
@@ -42,7 +44,9 @@ class Fixed(BaseVerifier):
         """Raises ValueError where n is more than the model's drafter proposes."""
         most = info.config.max_draft
         if self.n is not None and self.n > most:
-            raise ValueError(f"Fixed({self.n}): this model drafts at most {most} tokens a step; use Fixed({most})")
+            raise ValueError(
+                f"Fixed({self.n}): this model drafts at most {most} tokens a step; use Fixed({most})"
+            )
         own = copy.deepcopy(self)
         own.max_draft = most if self.n is None else self.n
         return own
