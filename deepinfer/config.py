@@ -1,8 +1,8 @@
 """ModelConfig (one field per official config.json key) and EngineConfig (how it is served).
 
-Both are frozen keyword-only dataclasses: a value that the model definition does not allow is refused
-when the object is made, naming the key, what was found and what is allowed. Importing this module
-imports neither torch nor numpy.
+Both are frozen keyword-only dataclasses: a value that the model definition does not allow is
+refused when the object is made, naming the key, what was found and what is allowed. Importing this
+module imports neither torch nor numpy.
 
 Source of the keys and rules: the released config.json, the DeepSeek-V4.1 technical report and the
 released reference implementation.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,23 +78,6 @@ class RopeParameters:
     dim: int
     theta: float
     scaling: RopeScaling | None
-
-    def yarn_bounds(self) -> tuple[int, int]:
-        """(low, high): frequencies below low keep their value, above high are divided by factor.
-
-        >>> ModelConfig.v41_flash().rope(2).yarn_bounds()
-        (15, 25)
-        """
-        if self.scaling is None:
-            raise ValueError("this layer has no YaRN scaling; only compressed layers have it")
-        length = self.scaling.original_max_position_embeddings
-
-        def turn(beta: float) -> float:  # the frequency index that makes `beta` turns in `length`
-            return self.dim * math.log(length / (2 * math.pi * beta)) / (2 * math.log(self.theta))
-
-        low = max(math.floor(turn(self.scaling.beta_fast)), 0)
-        high = min(math.ceil(turn(self.scaling.beta_slow)), self.dim - 1)
-        return low, high
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
     converted: `copy_` and `to` between E8M0 and uint8 would convert values.
     """
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        raise TypeError(f"scales of dtype {scale.dtype}; expected float8_e8m0fnu or its uint8 bytes")
+        raise TypeError(f"scales of dtype {scale.dtype}; expected float8_e8m0fnu or uint8 bytes")
     exponent = scale.view(torch.uint8)
     if bool((exponent == 255).any()):
         raise ValueError("a scale byte is 255, which E8M0 reads as NaN: the tensor is damaged")

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "inspect"]
 
+_EP_SIZES = (8, 16, 32, 64)  # 1 would repeat the bytes on disk
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """source: where the config came from; checked: what was compared with it; weights, cache: Tables
-    of bytes (see `sizes`)."""
+    """source: where the config came from; checked: what was compared with it; weights, cache:
+    Tables of bytes (see `sizes`)."""
 
     source: str
     checked: str
@@ -63,12 +65,23 @@ class Inspection:
             f"vocabulary {c.vocab_size}; stored as {stored}",
             f"roles: {self.layers}",
         ]
-        return "\n\n".join(["\n".join(lines), repr(self.weights), repr(self.cache)])
+        parts = ["\n".join(lines), repr(self.weights), *self._divided_tables(), repr(self.cache)]
+        return "\n\n".join(parts)
+
+    def _divided_tables(self) -> list[str]:
+        """The totals when n-gram tables are divided over the ranks too, where there are any."""
+        from deepinfer.checkpoint.sizes import memory_table
+
+        if not self.config.engram_layer_ids:
+            return []
+        total = memory_table(self.config, _EP_SIZES, shard_tables=True)[-1]
+        sizes = ", ".join(f"ep{ep} {total[f'ep{ep}']}" for ep in _EP_SIZES)
+        return [f"total with n-gram tables divided over the devices as well: {sizes}"]
 
 
 def inspect(path: str | os.PathLike | None = None) -> Inspection:
-    """A report on a checkpoint folder (headers are checked when it holds weights), on a config.json,
-    or, with None, on the released model.
+    """A report on a checkpoint folder (headers are checked when it holds weights), on a
+    config.json, or, with None, on the released model.
 
     CheckpointError or ValueError when the files do not fit each other; FileNotFoundError when there
     is no config.
@@ -86,7 +99,6 @@ def inspect(path: str | os.PathLike | None = None) -> Inspection:
         checked = f"{count:,} tensors, {size:,} bytes: names, types and shapes fit the config"
     else:
         source, checked, config = str(path), "from its config", ModelConfig.from_file(path)
-    # ep1 would repeat the bytes on disk
     return Inspection(
-        source, checked, config, memory_table(config, (8, 16, 32, 64)), cache_table(config)
+        source, checked, config, memory_table(config, _EP_SIZES), cache_table(config)
     )

@@ -1,7 +1,8 @@
 """Loading a checkpoint into a model, and taking a model's weights out under their official names.
 
 A model's parameter names are the official names, except that a layer's routed experts are stacked:
-`layers.3.ffn.experts.w1` "e i d" stands for `layers.3.ffn.experts.0.w1.weight`, `...1.w1.weight`, ...
+`layers.3.ffn.experts.w1` "e i d", with or without a `.weight` behind it, stands for
+`layers.3.ffn.experts.0.w1.weight`, `layers.3.ffn.experts.1.w1.weight` and so on.
 Nothing is loaded by half: names and shapes are compared before memory is taken, parameters start as
 NaN, and after an error the model has no values at all.
 """
@@ -39,7 +40,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One parameter of the model and the weights that fill it. stack: (prefix, matrix) of experts."""
+    """One parameter of the model and what fills it: one weight, or `stack` (prefix, matrix) of
+    routed experts, whose first is `weight`."""
 
     parameter: str
     weight: Weight
@@ -218,8 +220,8 @@ def _check_covered(model: nn.Module, slots: list[_Slot]) -> None:
         value = _parameters_of(model, slot.parameter)
         if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
             raise CheckpointError(
-                f"{slot.parameter} holds values that are not finite after loading as {value.dtype}; "
-                "use a wider dtype, or download the checkpoint again"
+                f"{slot.parameter} holds values that are not finite after loading as "
+                f"{value.dtype}; use a wider dtype, or download the checkpoint again"
             )
 
 

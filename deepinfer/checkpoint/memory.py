@@ -27,7 +27,8 @@ def check_state(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """CheckpointError unless the state holds every weight of the config, no other, in its shape."""
     expected = {w.name: w.shape for w in names.weights(config) if not names.is_unread(w.name)}
     given = {name for name in state if not names.is_unread(name)}
-    for what, found in (("lacks", expected.keys() - given), ("has the unknown", given - expected.keys())):
+    missing, unknown = expected.keys() - given, given - expected.keys()
+    for what, found in (("lacks", missing), ("has the unknown", unknown)):
         if found:
             raise CheckpointError(
                 f"the state {what} tensor {min(found)} (and {len(found) - 1} more); it must hold "

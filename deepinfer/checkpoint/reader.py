@@ -275,13 +275,13 @@ def _check_entry(entry: Entry, stored: Stored, config: ModelConfig) -> None:
         quantised = "has" if config.quantization else "has no"
         raise CheckpointError(
             f"{where} has dtype {entry.dtype}; expected {' or '.join(allowed)} (config.json "
-            f"{quantised} quantization_config); convert it, or use the config.json that came with it"
+            f"{quantised} quantization_config); convert it, or use its own config.json"
         )
     if entry.shape == stored.shape:
         return
     hint = "use the config.json that came with it"
     if stored.dtype == "F8_E8M0":
-        hint = f"a scale of {stored.weight} covers a block of {names.BLOCK}: other blocks are not read"
+        hint = f"a scale of {stored.weight} covers a block of {names.BLOCK}; others are not read"
     elif ".engram.embed." in entry.name:
         hint = "its rows must be the sum of the hash's primes, or it answers for other n-grams"
     raise CheckpointError(

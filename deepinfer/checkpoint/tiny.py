@@ -184,9 +184,9 @@ def _share_bigrams(config: ModelConfig, state: dict[str, Tensor], seed: int) -> 
     """Give model and drafter a common law of which token follows which.
 
     A few directions of the embedding, `seen` "r d", stand out and decide through `likes` "v r". The
-    model applies both to its last hidden state, in which the embedding of the token still shows; the
-    drafter's Markov head applies them to the embedding itself. Noise rows say nothing about what
-    follows, and the drafter's own output is turned down beside its Markov head.
+    model applies both to its last hidden state, in which the embedding of the token still shows;
+    the drafter's Markov head applies them to the embedding itself. Noise rows say nothing about
+    what follows, and the drafter's own output is turned down beside its Markov head.
     """
     rank, width, vocab = config.dspark_markov_rank, config.hidden_size, config.vocab_size
     seen = torch.linalg.qr(_draw(seed, "bigram.seen", (width, rank)))[0].T

@@ -35,12 +35,13 @@ _SEED = 10007  # of the released multiplier generator, times the layer id
 
 
 def token_map(tokenizer: Any) -> torch.Tensor:
-    """Class of every token id, "v" int64: spellings that differ in case, accents or spaces share one.
+    """Class of every token id, "v" int64: spellings that differ in case, accents or spaces share
+    one.
 
-    `tokenizer` is a `tokenizers.Tokenizer`. A token's key is its decoded text normalised (NFKC, NFD,
-    no accents, lower case, spaces collapsed and stripped; a lone space stays), its text when that
-    leaves nothing, or its raw spelling when its bytes are not text. Classes are numbered in the
-    order in which their keys first appear.
+    `tokenizer` is a `tokenizers.Tokenizer`. A token's key is its decoded text normalised (NFKC,
+    NFD, no accents, lower case, spaces collapsed and stripped; a lone space stays), its text when
+    that leaves nothing, or its raw spelling when its bytes are not text. Classes are numbered in
+    the order in which their keys first appear.
     """
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     texts = tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False)
@@ -133,7 +134,7 @@ class HashConstants:
 
 
 def hash_constants(config: ModelConfig, layer: int) -> HashConstants:
-    """The constants of one Engram layer. Offsets put its tables, one per prime, behind each other."""
+    """The constants of one Engram layer. Offsets put its parts, one per prime, one after another."""
     primes = np.array(hash_primes(config)[layer], dtype=np.int64)
     size, ngram = config.engram_compressed_vocab_size, config.engram_max_ngram_size
     multipliers = np.array(hash_multipliers(layer, size, ngram), dtype=np.int64)

@@ -77,7 +77,8 @@ def test_fp4_ties_go_to_the_even_code():
 def test_tiles_share_a_scale_and_rows_do_not():
     weight = torch.zeros(40, 40)
     weight[0, 0], weight[39, 39] = 448.0, 448.0 * 2.0**-10
-    tiles, rows = quantise(weight, "fp8"), quantise(torch.nn.functional.pad(weight, (0, 24)), "table")
+    tiles = quantise(weight, "fp8")
+    rows = quantise(torch.nn.functional.pad(weight, (0, 24)), "table")
     assert tiles.scale.tolist() == [[127, 127], [127, 117]]
     assert rows.scale.shape == (40, 2)
     assert rows.scale[0].tolist() == [127, 127] and rows.scale[39].tolist() == [127, 117]

@@ -93,7 +93,8 @@ def test_float_weights_may_be_stored_in_either_width(damage, micro):
     damage.tensor("norm.weight", lambda x: x.to(torch.float32))
     checkpoint = Checkpoint.open(damage.folder)
     assert checkpoint.read("layers.0.hc_attn_fn").dtype == torch.bfloat16
-    assert torch.equal(checkpoint.read("norm.weight"), Checkpoint.open(micro[3]).read("norm.weight").float())
+    original = Checkpoint.open(micro[3]).read("norm.weight")
+    assert torch.equal(checkpoint.read("norm.weight"), original.float())
 
 
 def test_the_image_tower_is_recognised_and_left(damage):
@@ -272,7 +273,8 @@ def test_the_same_tensor_under_two_names(damage):
 
 
 @pytest.mark.parametrize(
-    "name", ["norm.weight", f"{EXPERT}.weight", "mtp.0.confidence_head.proj.weight", TABLE + ".weight"]
+    "name",
+    ["norm.weight", f"{EXPERT}.weight", "mtp.0.confidence_head.proj.weight", f"{TABLE}.weight"],
 )
 def test_a_missing_tensor(damage, name):
     damage.tensor(name, lambda x: None)

@@ -91,7 +91,8 @@ def test_named_tokens():
     assert (config.dspark_noise_token_id, config.image_token_id) == (NOISE_ID, IMAGE_ID)
     assert tokenizer.id_to_token(IMAGE_ID) == "<｜deepseek_image｜>"
     assert len({tokenizer.id_to_token(i) for i in range(1024)}) == 1024
-    assert tokenizer.encode("a<｜User｜>b").ids == [tokenizer.token_to_id(t) for t in ("a", "<｜User｜>", "b")]
+    parts = [tokenizer.token_to_id(token) for token in ("a", "<｜User｜>", "b")]
+    assert tokenizer.encode("a<｜User｜>b").ids == parts
 
 
 def test_its_text_is_compressed():
