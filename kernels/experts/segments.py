@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 import torch
 
@@ -19,23 +21,33 @@ def supports(x, ids, weights, w1, w3, w2, limit, *, act=None) -> str | None:
 def experts(x, ids, weights, w1, w3, w2, limit, *, act=None):
     """As the reference, without a gradient."""
     wide = acc_dtype(x)
-    flat = ids.numpy().ravel()
-    order = np.argsort(flat, kind="stable")
-    order = order[np.searchsorted(flat[order], 0) :]  # empty slots sort first
-    counts = np.bincount(flat[order], minlength=w1.shape[0])
+    order, segments = _by_expert(ids)
     out = torch.zeros(x.shape, dtype=wide)
-    if not len(order):
+    if not segments:
         return out.to(x.dtype)
-    row = torch.from_numpy(order // ids.shape[1])
+    slot = torch.from_numpy(order)
+    row = slot // ids.shape[1]
     mine = round_activation(x.detach(), act).index_select(0, row)
-    active = np.flatnonzero(counts)
-    ends = np.cumsum(counts[active])
-    segments = [(e, b - n, b) for e, n, b in zip(active, counts[active], ends)]
     gate, up = _products(mine, w1, segments), _products(mine, w3, segments)
     hidden = swiglu(gate.to(wide), up.to(wide), limit)
-    hidden.mul_(weights.detach().to(wide).flatten()[order].unsqueeze(1))
+    hidden.mul_(weights.detach().to(wide).reshape(-1, 1).index_select(0, slot))
     hidden = round_activation(hidden.to(x.dtype), act)
     return out.index_add_(0, row, _products(hidden, w2, segments).to(wide)).to(x.dtype)
+
+
+def _by_expert(ids: torch.Tensor) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Slots "s" of ids "t k" (flat places) in ascending expert order without the empty ones, and
+    (expert, start, stop) of each expert's slots among them."""
+    flat = ids.numpy().ravel()
+    order = np.argsort(flat, kind="stable")
+    sorted_ids = flat[order].tolist()
+    first = bisect.bisect_left(sorted_ids, 0)  # empty slots sort first
+    segments, start = [], first
+    while start < len(sorted_ids):
+        stop = bisect.bisect_right(sorted_ids, sorted_ids[start], start)
+        segments.append((sorted_ids[start], start - first, stop - first))
+        start = stop
+    return order[first:], segments
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor | Quantised, segments: list) -> torch.Tensor:

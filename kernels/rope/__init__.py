@@ -37,6 +37,6 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rope)
-OP.implement("complex", batch_invariant=True, supports=complex_product.supports)(
+OP.implement("complex", batch_invariant=False, supports=complex_product.supports)(
     complex_product.rope
 )

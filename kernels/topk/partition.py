@@ -24,6 +24,8 @@ def topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     nan = np.isnan(s)
     if nan.any():
         s = np.where(nan, np.inf, s)
+    if k == n and np.isfinite(s).all():
+        return torch.arange(n).repeat(t, 1)
     picked = _largest(s, k) if k < n else np.ones(s.shape, bool)
     # Every row has exactly k picks and nonzero walks rows in order: ascending ids of each row.
     ids = np.nonzero(picked)[1].reshape(t, k)
