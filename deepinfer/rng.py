@@ -13,8 +13,8 @@ Layout (that of cuRAND's Philox4_32_10, which the released engine's kernels use)
 Words 0..3 come from block 0, words 4..7 from block 1, and so on. Output position 0 is the first
 generated token, whatever the prompt.
 
-Source of the generator: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(SC'11); its published answers (Random123) are the tests.
+Source of the generator: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
+1, 2, 3" (SC'11); its published answers (Random123) are the tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def signed(seed: int) -> int:
 
 
 def request_seed(engine_seed: int, number: int) -> int:
-    """Seed of the engine's request `number` where none was given: 64 bits of a stream of its own."""
+    """Seed of request `number` where none was given: 64 bits of a stream of its own."""
     import torch
 
     key = torch.tensor([signed(~engine_seed)], dtype=torch.long)
@@ -79,7 +79,7 @@ def philox(key: Tensor, counter: Tensor) -> Tensor:
 
 
 def words(seed: Tensor, position: Tensor, purpose: Purpose | int, count: int = 4) -> Tensor:
-    """The first `count` words of each key. seed, position: [t] long -> [t, count] long, 32 bits each."""
+    """The first `count` 32-bit words of each key. seed, position: [t] long -> [t, count] long."""
     import torch
 
     blocks = -(-count // 4)
@@ -93,7 +93,7 @@ def words(seed: Tensor, position: Tensor, purpose: Purpose | int, count: int = 4
 
 
 def uniform(seed: Tensor, position: Tensor, purpose: Purpose | int) -> Tensor:
-    """One number a row in (0, 1), x 2^-32 + 2^-33 in FP64 (exact). seed, position: [t] long -> [t]."""
+    """One number a row in (0, 1): x 2^-32 + 2^-33, exact in FP64. seed, position: [t] -> [t]."""
     import torch
 
     return words(seed, position, purpose, 1)[:, 0].to(torch.float64) * 2.0**-32 + 2.0**-33

@@ -78,7 +78,8 @@ class SamplingParams:
         """Raise ValueError where a field does not fit a vocabulary of this size; return self."""
         if self.top_logprobs > vocab_size:
             raise ValueError(
-                f"SamplingParams(top_logprobs={self.top_logprobs}): the vocabulary has {vocab_size} tokens; "
+                f"SamplingParams(top_logprobs={self.top_logprobs}): the vocabulary has "
+                f"{vocab_size} tokens; "
                 f"ask for at most {vocab_size}"
             )
         return self

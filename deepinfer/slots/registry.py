@@ -46,8 +46,8 @@ class Registry:
         """
         if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(
-                f"di.{self.slot}.register({name!r}): the name must be a string of letters, digits, _ and -; "
-                f'write @di.{self.slot}.register("name") above the class'
+                f"di.{self.slot}.register({name!r}): the name must be a string of letters, digits, "
+                f'_ and -; write @di.{self.slot}.register("name") above the class'
             )
 
         def put(made_by: C) -> C:
@@ -92,8 +92,8 @@ class Registry:
             or inspect.ismodule(value)
         ):
             raise TypeError(
-                f"{self.slot}={value!r}: want a name ({', '.join(map(repr, self.names()))}), a class or an "
-                f"instance such as {self._example()}"
+                f"{self.slot}={value!r}: want a name ({', '.join(map(repr, self.names()))}), "
+                f"a class or an instance such as {self._example()}"
             )
         wrong = mismatches(value, self.protocol)
         if wrong:
@@ -107,8 +107,8 @@ class Registry:
         except TypeError as e:
             name = made_by.__name__
             raise TypeError(
-                f"{self.slot}={name}: {name} cannot be made without arguments ({e}); pass an instance, "
-                f"{name}{inspect.signature(made_by)}"
+                f"{self.slot}={name}: {name} cannot be made without arguments ({e}); "
+                f"pass an instance, {name}{inspect.signature(made_by)}"
             ) from None
         return made_by()
 
@@ -127,7 +127,8 @@ class Registry:
             )
         close = difflib.get_close_matches(name, self._variants, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"no {self.slot} variant is named {name!r}: {hint}the names are {', '.join(sorted(self._variants))}"
+        names = ", ".join(sorted(self._variants))
+        return f"no {self.slot} variant is named {name!r}: {hint}the names are {names}"
 
     def _example(self) -> str:
         made_by = next(iter(self._variants.values()), None)
@@ -168,7 +169,8 @@ def slot_of(obj: Any) -> str:
     if share(best) == 0:
         every = "; ".join(f"{s}: {', '.join(protocol_methods(PROTOCOLS[s]))}" for s in SLOTS)
         raise TypeError(
-            f"{type(obj).__name__} has no method of any slot ({every}); pass slot= to say which is meant"
+            f"{type(obj).__name__} has no method of any slot ({every}); "
+            "pass slot= to say which is meant"
         )
     return best
 
@@ -186,8 +188,8 @@ def start(obj: Any, info: protocols.EngineInfo) -> Any:
     own = obj.start(info)
     if own is None:
         raise TypeError(
-            f"{type(obj).__name__}.start(info) returned None: return the object the engine should use, "
-            "for example copy.deepcopy(self)"
+            f"{type(obj).__name__}.start(info) returned None: return the object the engine should "
+            "use, for example copy.deepcopy(self)"
         )
     return copy.deepcopy(own) if own is obj else own
 

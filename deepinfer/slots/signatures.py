@@ -28,7 +28,7 @@ def protocol_data(protocol: type) -> tuple[str, ...]:
 
 
 def line(protocol: type, method: str) -> str:
-    """A method as the protocol states it: `Sampler.draw(self, dist: Dist, keys: RowKeys) -> Sampled`."""
+    """A method as the protocol states it: `Sampler.draw(self, dist: Dist, ...) -> Sampled`."""
     signature = str(inspect.signature(getattr(protocol, method))).replace("'", "")
     return f"{protocol.__name__}.{method}{signature}"
 

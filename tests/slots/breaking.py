@@ -17,7 +17,7 @@ class Breakers:
         ]
 
     def breaks(self, words, shows=""):
-        """Decorator: the class breaks the law that begins with `words`; its case contains `shows`."""
+        """Decorator: the class breaks the law beginning with `words`; its case has `shows`."""
         law = next(x for x in self.laws if x.startswith(words))
 
         def put(cls):

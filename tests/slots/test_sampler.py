@@ -1,5 +1,6 @@
 """The law of a row and the draw from it."""
 
+import importlib
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from deepinfer import rng
 from deepinfer.slots.protocols import Dist
 from deepinfer.slots.sampler import Greedy, Philox, draw_by_weight
 
+law_module = importlib.import_module("deepinfer.slots.sampler.law")
 S = Philox()
 OFF = (1.0, 1.0, -1)
 
@@ -131,12 +133,26 @@ def test_inputs_are_left_alone_and_no_rows_are_legal():
     (torch.zeros(3), params([OFF] * 3), None, r"\[t, v\]"),
     (torch.zeros(2, 3, dtype=torch.long), params([OFF] * 2), None, "float tensor"),
     (torch.zeros(2, 3), params([OFF] * 3), None, "2 rows, params.temperature"),
-    (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 4, dtype=torch.bool), r"bool of shape \(2, 3\)"),
+    (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 4, dtype=torch.bool), r"shape \(2, 3\)"),
     (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 3), "bool"),
 ])  # fmt: skip
 def test_shapes_are_checked(logits, p, mask, words):
     with pytest.raises(ValueError, match=words):
         S.distribution(logits, p, mask)
+
+
+def test_the_shortcuts_of_a_cpu_change_no_bit():
+    """A device runs the filters on every row and computes all words; a CPU only where needed."""
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    p = params([OFF, (0.7, 0.8, -1), (0.0, 0.5, 3), (1.3, 1.0, 4)])
+    greedy = p.temperature < 1e-5
+    scaled = law_module._scale(x, p, greedy)
+    everywhere = scaled.masked_fill(~law_module._survivors(x, scaled, p), -math.inf)
+    assert torch.equal(law_module._filter(x, scaled, p, greedy)[~greedy], everywhere[~greedy])
+    k = keys([1, 2, 3])
+    assert torch.equal(
+        rng.words(k.seed, k.position, 0, 4), rng.words(k.seed, k.position, 0, 32)[:, :4]
+    )
 
 
 # -------------------------------------------------------------------------------------- the draw

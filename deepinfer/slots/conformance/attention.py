@@ -39,7 +39,7 @@ def worlds(s: Subject, dtype: torch.dtype = torch.float64) -> Iterator[World]:
 def differ(
     a: dict[str, Tensor], b: dict[str, Tensor], at: Tensor, bt: Tensor, bits: bool = False
 ) -> str:
-    """In words, the first layer at which rows `at` of a and `bt` of b differ; '' where none does."""
+    """In words, the first layer where rows `at` of a and `bt` of b differ; '' where none does."""
     for name in a:
         if name in ("positions", "seq"):
             continue

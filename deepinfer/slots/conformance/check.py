@@ -27,8 +27,8 @@ def check(
 ) -> Report:
     """Run the laws of its slot on a slot object, on one thread in under five seconds.
 
-    obj: an instance, a class that needs no arguments, or (with slot=) a registered name. slot: which
-    slot is meant, where the object's methods leave it open. options: for a grammar, `spec` to
+    obj: an instance, a class that needs no arguments, or (with slot=) a registered name. slot: the
+    slot that is meant, where the object's methods leave it open. options: for a grammar, `spec` to
     compile and `vocab`, the tokens as a list of bytes.
 
     The object itself is never used: each law starts a copy. A law for exact objects is run only on

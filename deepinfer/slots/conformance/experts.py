@@ -209,8 +209,9 @@ def router(s: Subject) -> None:
                     i = int(bad.long().argmax())
                     expect(
                         not bad.any(),
-                        f"row {i} goes to {got.ids[i].tolist()} with weights {show(got.weights[i])}, it should "
-                        f"go to {want.ids[i].tolist()} with {show(want.weights[i])}",
+                        f"row {i} goes to {got.ids[i].tolist()} "
+                        f"with weights {show(got.weights[i])}, "
+                        f"it should go to {want.ids[i].tolist()} with {show(want.weights[i])}",
                     )
 
 

@@ -91,7 +91,8 @@ def mask_is_accept(s: Subject) -> None:
                 )
                 expect(
                     taken == (token in listed),
-                    f"token {token} is {'' if token in listed else 'not '}allowed, accept says {taken}",
+                    f"token {token} is {'' if token in listed else 'not '}allowed, "
+                    f"accept says {taken}",
                 )
 
 

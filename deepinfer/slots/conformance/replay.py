@@ -35,7 +35,7 @@ def models(s: Subject) -> tuple[tuple[str, ModelConfig], ...]:
 
 
 def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | None]]:
-    """(words, prompt, config, plan); plan None where the policy refuses a prompt that wants logits."""
+    """(words, prompt, config, plan); plan None: a prompt that wants all logits was refused."""
     for name, config in models(s):
         policy = s.fresh()
         for prompt in prompts(config.sliding_window):
@@ -84,7 +84,8 @@ def complete(s: Subject) -> None:
                 enter = max(plan.start, plan.rows_from[layer - 1] if layer else 0)
                 expect(
                     enter <= plan.write_from,
-                    f"KV source {layer} writes from {plan.write_from}, but rows enter it from {enter} only",
+                    f"KV source {layer} writes from {plan.write_from}, "
+                    f"but rows enter it from {enter} only",
                 )
 
 
@@ -171,7 +172,8 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
     for layer in reversed(range(config.num_layers)):
         expect(
             plan.rows_from[layer] <= out or plan.rows_from[layer] <= plan.start,
-            f"layer {layer} drops rows below {plan.rows_from[layer]}, later layers see those from {out}",
+            f"layer {layer} drops rows below {plan.rows_from[layer]}, "
+            f"later layers see those from {out}",
         )
         seen = max(out - w + 1, 0)
         expect(
@@ -184,6 +186,7 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
         enter = max(enter, plan.start)
         expect(
             plan.kv_from[layer] <= enter,
-            f"layer {layer} does not write window keys below {plan.kv_from[layer]}, those from {enter} are seen",
+            f"layer {layer} does not write window keys below {plan.kv_from[layer]}, "
+            f"those from {enter} are seen",
         )
         out = enter

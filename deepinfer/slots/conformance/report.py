@@ -1,4 +1,4 @@
-"""Report: the laws that were run on an object, which hold, and the smallest case of each that fails."""
+"""Report: the laws run on an object, which hold, and the smallest case of each that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True)
 class Result:
-    """One law. case: the smallest failing case, or why the law was not run; empty where it holds."""
+    """One law. case: the smallest failing case, or why it was not run; empty where it holds."""
 
     law: str
     status: str

@@ -96,13 +96,15 @@ def reported(s: Subject) -> None:
                 want = legal.double().log_softmax(-1)
                 expect(
                     close(d.logprobs, want.to(d.logprobs.dtype), 1e-4),
-                    f"row 0 reports {show(d.logprobs[0])}, the logits {show(x[0])} give {show(want[0])}",
+                    f"row 0 reports {show(d.logprobs[0])}, "
+                    f"the logits {show(x[0])} give {show(want[0])}",
                 )
                 out = sampler.draw(d, keys(rows))
                 taken = d.logprobs.gather(1, out.tokens[:, None])[:, 0]
                 expect(
                     close(out.logprobs.to(taken.dtype), taken, 1e-6),
-                    f"draw reports {show(out.logprobs)}, the law's logprobs of its tokens are {show(taken)}",
+                    f"draw reports {show(out.logprobs)}, "
+                    f"the law's logprobs of its tokens are {show(taken)}",
                 )
 
 
@@ -142,7 +144,8 @@ def definition(s: Subject) -> None:
                     i = int(bad.long().argmax())
                     expect(
                         not bad.any(),
-                        f"row {i} of logits {show(x[i])} has law {show(got[i])}, it should be {show(want[i])}",
+                        f"row {i} of logits {show(x[i])} has law {show(got[i])}, "
+                        f"it should be {show(want[i])}",
                     )
 
 

@@ -13,7 +13,7 @@ DRAFTS = 3
 
 
 def small_config() -> ModelConfig:
-    """Window 4; layers: window, full (ratio 2), reuse, full (ratio 1, candidates), reindex, reuse."""
+    """Window 4; layers: window; full, reuse (ratio 2); full, reindex, reuse (ratio 1)."""
     return dataclasses.replace(
         ModelConfig.v41_flash(),
         vocab_size=32,

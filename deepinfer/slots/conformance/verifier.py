@@ -85,7 +85,7 @@ def switching() -> tuple[Tensor, Tensor]:
 
 def partial(b: int, n: int, depth: list[int]) -> tuple[Draft, Target]:
     """Sequence i runs depth[i] draft rows behind its anchor row (-1: no row at all); flat rows of
-    the target are only those that run. Every draft is certain under both laws: all could be kept."""
+    the target are only those that run. Every draft is certain under both laws."""
     drafts = torch.arange(n).expand(b, n) % 3
     rows, flat = torch.full((b, n + 1), -1), []
     for i, d in enumerate(depth):
@@ -103,7 +103,7 @@ def partial(b: int, n: int, depth: list[int]) -> tuple[Draft, Target]:
 
 
 def survivals(b: int, n: int, seed: int = 0) -> Tensor:
-    """[b, n] products of confidences; some sequences have shorter drafts (survival 0), some none."""
+    """[b, n] products of confidences; some drafts are shorter (survival 0), some are not there."""
     g = generator(seed + 31 * b + n)
     s = torch.rand(b, n, generator=g, dtype=torch.float64).cumprod(-1)
     return s * (torch.arange(n) < torch.randint(0, n + 2, (b, 1), generator=g))
@@ -190,8 +190,9 @@ def _unmoved(verifier: Any, fresh: Tensor, budget: int, i: int, j: int) -> None:
             after = int(verifier.allocate(other, budget)[i].clamp(max=j + 2))
             expect(
                 before == after,
-                f"draft {min(before, after)} of sequence {i} is {'' if before > after else 'not '}verified with "
-                f"survivals {show(fresh[i])} and {'' if after > before else 'not '}verified with {show(other[i])}",
+                f"draft {min(before, after)} of sequence {i} is {'' if before > after else 'not '}"
+                f"verified with survivals {show(fresh[i])} and "
+                f"{'' if after > before else 'not '}verified with {show(other[i])}",
             )
 
 
@@ -234,7 +235,8 @@ def shapes(s: Subject) -> None:
                 want = [x + 1 for x in d]
                 expect(
                     out.count.tolist() == want,
-                    f"every draft is certain under both laws, so {want} should be emitted, not {out.count.tolist()}",
+                    f"every draft is certain under both laws, so {want} should be emitted, "
+                    f"not {out.count.tolist()}",
                 )
 
 

@@ -25,7 +25,7 @@ PARTS = ("q", "window", "entries", "index_keys", "index_query", "index_weights")
 
 @dataclass
 class World:
-    """All numbers of some sequences. numbers[part]: [layer, b, longest, ...]; lengths: of sequences."""
+    """All numbers of some sequences. numbers[part]: [layer, b, longest, ...]; lengths: [b]."""
 
     config: ModelConfig
     lengths: tuple[int, ...]
@@ -93,15 +93,24 @@ def batch_of(world: World, start: tuple[int, ...], padding: int = 0, pages: int 
     )
     b = len(world.lengths)
     return Batch(
-        ids=torch.zeros_like(rows.positions), positions=rows.positions, seq=rows.seq, rows=long(counts),
-        length=rows.start, pages=1 + torch.arange(b * pages).view(b, pages), state=1 + torch.arange(b),
-        lookback=rows.positions.new_full((len(seq), 1), -1), logit_rows=long([]), row_set=rows,
-        reach=max([0, *world.lengths]), max_rows=max([0, *counts]), has_history=any(start),
-    )  # fmt: skip
+        ids=torch.zeros_like(rows.positions),
+        positions=rows.positions,
+        seq=rows.seq,
+        rows=long(counts),
+        length=rows.start,
+        pages=1 + torch.arange(b * pages).view(b, pages),
+        state=1 + torch.arange(b),
+        lookback=rows.positions.new_full((len(seq), 1), -1),
+        logit_rows=long([]),
+        row_set=rows,
+        reach=max([0, *world.lengths]),
+        max_rows=max([0, *counts]),
+        has_history=any(start),
+    )
 
 
 def filled_cache(attention: Any, world: World, batch: Batch) -> KVCache:
-    """Window rings and pages that hold what lies before the batch's rows, as the engine leaves them."""
+    """Window rings and pages that hold what lies before the batch's rows, as an engine has them."""
     c = world.config
     specs = [attention.kv_spec(c, layer) for layer in range(len(c.compress_ratios))]
     b, pages = batch.pages.shape
@@ -136,11 +145,19 @@ def info(world: World, layer: int, ops: Any) -> LayerInfo:
     c = world.config
     sink = torch.linspace(-1, 1, c.num_attention_heads, dtype=world.dtype)
     return LayerInfo(
-        name=f"layers.{layer}", index=layer, role=c.role(layer), ratio=c.ratio(layer), window=c.sliding_window,
-        scale=c.head_dim**-0.5, sink=sink, top_k=c.index_topk, ops=ops,
-        candidate_source=layer == c.candidate_source_layer_id, candidate_blocks=c.candidate_topk_blocks,
+        name=f"layers.{layer}",
+        index=layer,
+        role=c.role(layer),
+        ratio=c.ratio(layer),
+        window=c.sliding_window,
+        scale=c.head_dim**-0.5,
+        sink=sink,
+        top_k=c.index_topk,
+        ops=ops,
+        candidate_source=layer == c.candidate_source_layer_id,
+        candidate_blocks=c.candidate_topk_blocks,
         candidate_block_size=c.candidate_block_size,
-    )  # fmt: skip
+    )
 
 
 def source_kv(world: World, layer: int, batch: Batch, cache: KVCache | None) -> LayerKV:
@@ -168,9 +185,10 @@ def walk(
     floor: Tensor | None = None,
     watch: Any = None,
 ) -> dict[str, Tensor]:
-    """Run every layer. -> 'layers.1.out' [t, h, d], 'layers.1.ids' [t, k], 'positions', 'seq' [t], and
-    'visible r' [t]. start: first row of each sequence (the rest is history); watch: context manager
-    around each call, given its inputs."""  # fmt: skip
+    """Run every layer. -> 'layers.1.out' [t, h, d], 'layers.1.ids' [t, k], 'positions', 'seq' [t].
+
+    start: first row of each sequence (the rest is history); watch: context manager
+    around each call, given its inputs."""
     start = start or (0,) * len(world.lengths)
     batch = batch_of(world, start, padding)
     cache = filled_cache(attention, world, batch) if batch.has_history else None

@@ -49,7 +49,7 @@ class NoGrammar:
     def compile(self, spec: Any, vocab: Any) -> Free:
         if spec is not None:
             raise ValueError(
-                f"grammar={spec!r}: this engine's grammar slot is 'none', which constrains nothing; "
-                "make an engine with another grammar variant, eng.with_(grammar=...)"
+                f"grammar={spec!r}: this engine's grammar slot is 'none', which constrains "
+                "nothing; make an engine with another grammar variant, eng.with_(grammar=...)"
             )
         return Free()

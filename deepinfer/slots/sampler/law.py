@@ -83,14 +83,16 @@ def _survivors(x: Tensor, scaled: Tensor, params: RowParams) -> Tensor:
 def _check(logits: Tensor, params: RowParams, mask: Tensor | None) -> None:
     if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
         raise ValueError(
-            f"distribution: logits must be a float tensor [t, v], got {logits.dtype} {tuple(logits.shape)}"
+            f"distribution: logits must be a float tensor [t, v], "
+            f"got {logits.dtype} {tuple(logits.shape)}"
         )
     t = logits.shape[0]
     for name in ("temperature", "top_p", "top_k"):
         shape = tuple(getattr(params, name).shape)
         if shape != (t,):
             raise ValueError(
-                f"distribution: logits have {t} rows, params.{name} has shape {shape}; give one per row"
+                f"distribution: logits have {t} rows, params.{name} has shape {shape}; "
+                "give one per row"
             )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != logits.shape):
         raise ValueError(

@@ -101,8 +101,9 @@ class BaseVerifier:
         b, n = draft.tokens.shape
         if len(draft.dists) != n:
             raise ValueError(
-                f"rule 'rejection' needs the law of each drafted token: {n} drafts, {len(draft.dists)} laws; "
-                "the drafter keeps them where the verifier's rule is 'rejection'"
+                f"rule 'rejection' needs the law of each drafted token: {n} drafts, "
+                f"{len(draft.dists)} laws; the drafter "
+                "keeps them where the verifier's rule is 'rejection'"
             )
         x = draft.tokens.clamp(min=0)
         p = target.dist.probs[at[:, :-1], x].double()

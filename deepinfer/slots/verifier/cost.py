@@ -15,7 +15,7 @@ class CostCurve:
     sometimes costs a whole step up. rows: ascending sizes; cost: positive, in any unit, one per
     size. Past the last size the cost grows in proportion to rows. The default is a made-up table
     (a fixed part worth 64 rows, sizes as DeepInfer captures them: powers of two, then multiples of
-    8): a decision must not depend on a clock unless the user asks, so measured curves are passed in.
+    8): no decision may depend on a clock unless the user asks, so measured curves are passed in.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, *range(8, 513, 8))
@@ -26,7 +26,8 @@ class CostCurve:
         object.__setattr__(self, "cost", tuple(float(c) for c in self.cost))
         if not self.rows or len(self.rows) != len(self.cost):
             raise ValueError(
-                f"CostCurve: {len(self.rows)} sizes and {len(self.cost)} costs; give one cost per size"
+                f"CostCurve: {len(self.rows)} sizes and {len(self.cost)} costs; "
+                "give one cost per size"
             )
         if self.rows[0] < 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:])):
             raise ValueError(f"CostCurve: rows must be ascending and >= 1, got {self.rows}")

@@ -45,7 +45,8 @@ class Fixed(BaseVerifier):
         most = info.config.max_draft
         if self.n is not None and self.n > most:
             raise ValueError(
-                f"Fixed({self.n}): this model drafts at most {most} tokens a step; use Fixed({most})"
+                f"Fixed({self.n}): this model drafts at most {most} tokens a step; "
+                f"use Fixed({most})"
             )
         own = copy.deepcopy(self)
         own.max_draft = most if self.n is None else self.n

@@ -128,7 +128,7 @@ def test_every_law_can_fail():
 
 
 def halo(config, length):
-    """The fewest rows an exact plan may keep: each decoder layer looks back a window from the next."""
+    """The fewest rows an exact plan may keep: each layer looks back a window from the next."""
     w, source, out = config.sliding_window, config.kv_source_layers[-1], length - 1
     rows, kv = [0] * config.num_layers, [0] * config.num_layers
     for layer in reversed(range(source, config.num_layers)):
@@ -139,7 +139,7 @@ def halo(config, length):
 
 
 class Halo(Exact):
-    """Drops only decoder rows that no later row looks back to: exact, and the tightest such plan."""
+    """Drops only decoder rows that no later row looks back to: the tightest exact plan."""
 
     exact, slack = True, 0
 

@@ -50,7 +50,7 @@ class CountsWhatIsNotThere(Three):
 
 @B.breaks("whether a draft is verified", "sequences 1, drafts 3")
 class LooksAhead(Three):
-    """Stops where the whole draft promises little: a later confidence decides on an earlier draft."""
+    """Stops where the whole draft promises little: later confidences decide on earlier drafts."""
 
     def allocate(self, fresh, budget):
         rows = super().allocate(fresh, budget)
@@ -99,7 +99,7 @@ class WildcardDraft(Three):
 
 @B.breaks("the first emitted token", "first tokens: of 12000 draws")
 class ArgmaxAcceptance(Three):
-    """The public fault: at verified rows the draft is compared with the target's most likely token."""
+    """The public fault: the draft is compared with the target's most likely token."""
 
     def accept(self, draft, target):
         if not draft.tokens.shape[1] or not target.sampled.tokens.numel():
