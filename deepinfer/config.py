@@ -15,7 +15,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, ClassVar, Mapping, Self
 
 from . import config_checks as checks
 from .config_release import released_config
@@ -30,20 +30,21 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Config:
     """What the config dataclasses share: type checks when made, `replace`, `diff`."""
 
-    _section = ""
+    _section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         checks.check_types(self, self._section)
         checks.RULES[type(self).__name__](self)
 
-    def replace(self, **changes: Any):
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
-    def diff(self, other) -> dict[str, tuple[Any, Any]]:
+    def diff(self, other: _Config) -> dict[str, tuple[Any, Any]]:
         """{field: (value here, value there)} of every field that differs.
 
         Raises TypeError when `other` is another kind of config.
@@ -62,7 +63,7 @@ class _Config:
 class RopeScaling(_Config):
     """YaRN of the compressed layers: `text_config.rope_scaling`. No amplitude scaling in V4.1."""
 
-    _section = "text_config.rope_scaling"
+    _section: ClassVar[str] = "text_config.rope_scaling"
 
     rope_type: str = "yarn"
     factor: float
@@ -84,7 +85,7 @@ class RopeParameters:
 class VisionConfig(_Config):
     """`vision_config`: the image tower. num_hidden_layers 0 means that there is no tower."""
 
-    _section = "vision_config"
+    _section: ClassVar[str] = "vision_config"
 
     num_hidden_layers: int
     hidden_size: int
@@ -102,7 +103,7 @@ class VisionConfig(_Config):
 class QuantizationConfig(_Config):
     """`quantization_config`: the released storage, FP8 in 32x32 tiles and FP4 experts."""
 
-    _section = "quantization_config"
+    _section: ClassVar[str] = "quantization_config"
 
     quant_method: str = "fp8"
     expert_dtype: str = "fp4"
@@ -123,7 +124,7 @@ class ModelConfig(_Config):
     (20, 14, 'reindex')
     """
 
-    _section = "text_config"
+    _section: ClassVar[str] = "text_config"
 
     # top level of config.json
     bos_token_id: int = 0
@@ -210,14 +211,14 @@ class ModelConfig(_Config):
     # -- reading and writing ---------------------------------------------------------------------
 
     @classmethod
-    def from_dict(cls, source: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(cls, source: Mapping[str, Any]) -> ModelConfig:
         """From the nested official config. ValueError names a missing, unknown or wrong key."""
         from .config_io import model_from_dict
 
         return model_from_dict(cls, source)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike) -> "ModelConfig":
+    def from_file(cls, path: str | os.PathLike) -> ModelConfig:
         """From a config.json, or from a folder that holds one."""
         from .config_io import read_json
 
@@ -229,7 +230,7 @@ class ModelConfig(_Config):
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
-    def v41_flash(cls) -> "ModelConfig":
+    def v41_flash(cls) -> ModelConfig:
         """The released DeepSeek-V4.1-Flash (763 B parameters), without its checkpoint."""
         return cls.from_dict(released_config())
 
@@ -306,8 +307,9 @@ class ModelConfig(_Config):
     def uses_candidates(self, layer: int) -> bool:
         """Whether an index source scores only the candidate blocks of an earlier layer."""
         source = self.candidate_source_layer_id
-        is_source = layer in self.index_source_layer_ids and source is not None
-        return is_source and layer > source and self.kv_source(layer) == self.kv_source(source)
+        if source is None or layer <= source or layer not in self.index_source_layer_ids:
+            return False
+        return self.kv_source(layer) == self.kv_source(source)
 
     def role(self, layer: int) -> str:
         """`window`, `full` (KV and index source), `reindex` (index source), `reuse` or `draft`."""
@@ -377,7 +379,7 @@ class EngineConfig(_Config):
     a CPU). kernels: {op: implementation}.
     """
 
-    _section = "EngineConfig"
+    _section: ClassVar[str] = "EngineConfig"
 
     device: str = "auto"
     dtype: str | None = None

@@ -67,7 +67,8 @@ def check_types(config: Any, section: str) -> None:
         if not _TYPES[kind](value):
             none = " or null" if kind != field.type else ""
             _refuse(config, field.name, _WORDS[kind] + none)
-        object.__setattr__(config, field.name, float(value) if kind == "float" else value)
+        checked: Any = value
+        object.__setattr__(config, field.name, float(checked) if kind == "float" else checked)
 
 
 def latest_source(config: Any, sources: tuple[int, ...], layer: int) -> int | None:

@@ -59,7 +59,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def model_from_dict(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConfig:
     """See ModelConfig.from_dict."""
-    text = _section(source, "text_config", required=True)
+    text = _section(source, "text_config")
+    if text is None:
+        raise ValueError(
+            "text_config is missing; expected the nested official config.json with text_config, "
+            f"vision_config and quantization_config; found the keys {sorted(source)[:12]}"
+        )
     vision = _section(source, "vision_config")
     quantization = _section(source, "quantization_config")
     _check_identity(source, text, vision)
@@ -76,13 +81,8 @@ def model_from_dict(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelC
     return config.replace(extra=_leftover(source, model_to_dict(config)))
 
 
-def _section(source: Mapping, key: str, required: bool = False) -> Mapping | None:
+def _section(source: Mapping, key: str) -> Mapping | None:
     value = source.get(key)
-    if value is None and required:
-        raise ValueError(
-            f"{key} is missing; expected the nested official config.json with text_config, "
-            f"vision_config and quantization_config; found the keys {sorted(source)[:12]}"
-        )
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{key}: found a {type(value).__name__}; allowed: an object of keys")
     return value

@@ -74,7 +74,7 @@ class Inspection:
 
         if not self.config.engram_layer_ids:
             return []
-        total = memory_table(self.config, _EP_SIZES, shard_tables=True)[-1]
+        total = memory_table(self.config, _EP_SIZES, shard_tables=True).rows[-1]
         sizes = ", ".join(f"ep{ep} {total[f'ep{ep}']}" for ep in _EP_SIZES)
         return [f"total with n-gram tables divided over the devices as well: {sizes}"]
 

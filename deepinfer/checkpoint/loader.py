@@ -10,7 +10,7 @@ NaN, and after an error the model has no values at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def load(
         _clear(model, slots)
         raise
     if checkpoint.token_map is not None and hasattr(model, "set_token_map"):
-        model.set_token_map(checkpoint.token_map)
+        getattr(model, "set_token_map")(checkpoint.token_map)
 
 
 def official_state(model: nn.Module) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def _dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 def _fill(model: nn.Module, slot: _Slot, source: Source, device, keep_quantised: bool) -> None:
     if keep_quantised and _is_quantised(slot.weight):
         value = slot.read(source, None)
-        module = model.get_submodule(slot.parameter.rpartition(".")[0])
+        module: Any = model.get_submodule(slot.parameter.rpartition(".")[0])
         if not isinstance(value, Quantised) or not hasattr(module, "set_weight"):
             raise CheckpointError(
                 f"{slot.parameter} can't be kept quantised: its module takes float tensors only; "
@@ -208,7 +208,7 @@ def _fill(model: nn.Module, slot: _Slot, source: Source, device, keep_quantised:
 def _put(model: nn.Module, parameter: str, value: Tensor) -> None:
     """Replace a parameter or a kept Quantised by a new tensor that takes no gradient."""
     owner, _, name = parameter.rpartition(".")
-    module = model.get_submodule(owner)
+    module: Any = model.get_submodule(owner)
     if name == "weight" and hasattr(module, "set_weight"):
         module.set_weight(value)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Container, Iterable, Iterator
 
-from deepinfer.config import ModelConfig
+from deepinfer.config import ModelConfig, VisionConfig
 
 __all__ = [
     "BLOCK",
@@ -157,8 +157,8 @@ def _weights(c: ModelConfig) -> Iterator[Weight]:
     yield Weight("embed.weight", (c.vocab_size, c.hidden_size), "bf16", "embedding")
     yield Weight("head.weight", (c.vocab_size, c.hidden_size), "bf16", "embedding")
     yield Weight("norm.weight", (c.hidden_size,), "bf16", "norms")
-    if c.has_vision:
-        yield from _vision(c)
+    if c.vision is not None and c.has_vision:
+        yield from _vision(c.vision, c.hidden_size)
     for layer in range(c.num_layers):
         yield from _block(c, layer)
     for layer in c.draft_layers:
@@ -252,8 +252,7 @@ def _draft_extras(c: ModelConfig, layer: int) -> Iterator[Weight]:
         yield Weight(proj, (1, d + rank), "bf16", "drafter")
 
 
-def _vision(c: ModelConfig) -> Iterator[Weight]:
-    v, d = c.vision, c.hidden_size
+def _vision(v: VisionConfig, d: int) -> Iterator[Weight]:
     width, inner = v.hidden_size, v.intermediate_size
     names: list[tuple[str, tuple[int, ...]]] = [
         ("image_start", (d,)),

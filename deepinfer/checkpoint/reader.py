@@ -128,12 +128,11 @@ class Checkpoint:
         return self._quantised(first, data, torch.stack(scales))
 
     def _stack(self, shape, dtype: torch.dtype | None, parts: list[str]) -> Tensor:
-        stacked = None
-        for place, part in enumerate(parts):
-            value = self.read(part, dtype)
-            if stacked is None:
-                stacked = torch.empty(len(parts), *shape, dtype=value.dtype)
-            stacked[place] = value
+        first = self.read(parts[0], dtype)
+        stacked = torch.empty(len(parts), *shape, dtype=first.dtype)
+        stacked[0] = first
+        for place, part in enumerate(parts[1:], 1):
+            stacked[place] = self.read(part, dtype)
         return stacked
 
     def _quantised(self, weight: Weight, data: Tensor, scale: Tensor) -> Quantised:

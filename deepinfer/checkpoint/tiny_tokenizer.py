@@ -32,8 +32,8 @@ def tiny_tokenizer() -> Any:
     """A `tokenizers.Tokenizer` made from the shipped merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    lines = _data("tiny_merges.txt").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines if line]
+    lines = (line.split(" ") for line in _data("tiny_merges.txt").splitlines())
+    merges = [(left, right) for left, right in lines]
     entries = [*_FIRST, *_alphabet(), *(left + right for left, right in merges)]
     vocab = {entry: token for token, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
