@@ -1,28 +1,28 @@
-"""How an engine looks: its model as a row of layers, its slots, its memory."""
+"""How an engine looks: its model as a row of layers, its slots, its memory, what ran."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.display import html
-from deepinfer.display.numbers import size
+from deepinfer.display.layers import layers_html, layers_text, roles_text
+from deepinfer.display.numbers import fmt, size
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
     from deepinfer.engine.engine import Engine
 
-SHOWN_LAYERS = 128
-ROLES: dict[str, int | None] = {"window": None, "full": 0, "reuse": 4, "reindex": 1, "draft": 3}
 ELSEWHERE = ("device", "dtype", "fidelity")  # shown in a line of their own
 
 
 def engine_text(eng: Engine) -> str:
     """A head line that says whether the engine is exact, then a line a fact."""
-    facts = {"model": _model(eng.config), "runs": _runs(eng), **_slots(eng), "memory": _memory(eng)}
-    if changed := _changed(eng):
-        facts["settings"] = changed
+    layers = f"{layers_text(eng.config)} ({roles_text(eng.config)})"
+    facts = {"model": _model(eng.config), "layers": layers, **_facts(eng)}
     lines = [f"Engine of {_source(eng)}: {_state(eng)}"]
     return "\n".join([*lines, *(f"  {name:<9} {value}" for name, value in facts.items())])
 
@@ -30,20 +30,60 @@ def engine_text(eng: Engine) -> str:
 def engine_html(eng: Engine) -> str:
     """The layers with their roles, the slots, and where the bytes are."""
     approximate = set(eng.approximate_slots)
-    slots = {
-        name: html.join([html.code(text), " ", *_approximate(name in approximate)])
-        for name, text in _slots(eng).items()
-    }
-    facts = {"model": _model(eng.config), "runs": _runs(eng)}
+    facts: dict[str, object] = dict(_facts(eng))
+    for name, text in slot_texts(eng).items():
+        facts[name] = html.join([html.code(text), " ", *_approximate(name in approximate)])
+    folded = [html.folded("memory by component", _bars(eng))]
+    if len(kernels := eng.kernels):
+        folded.append(html.folded(f"kernels that ran: {_kinds(eng)}", _ran(kernels.rows)))
+    state = _state(eng)
+    return html.card(
+        html.join([f"Engine of {_source(eng)} ", html.chip(state, None if eng.exact else 5)]),
+        html.block(_model(eng.config), style="margin:4px 0"),
+        layers_html(eng.config),
+        html.pairs(facts),
+        *folded,
+    )
+
+
+def slot_text(obj: Any) -> str:
+    """A slot object as its class and settings. Its own repr, unless that would show an address."""
+    said = repr(obj)
+    if not re.search(r"\bat 0x[0-9a-fA-F]+", said):
+        return said
+    values = {k: v for k, v in getattr(obj, "__dict__", {}).items() if not k.startswith("_")}
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, bool, type(None)))}
+    return f"{type(obj).__name__}({', '.join(f'{k}={v!r}' for k, v in plain.items())})"
+
+
+def slot_texts(eng: Engine) -> dict[str, str]:
+    return {name: slot_text(value) for name, value in eng.slots.items()}
+
+
+def changes(a: Engine, b: Engine) -> str:
+    """In which weights, slots and settings b differs from a: 'attention=Dense(), fidelity=0'."""
+    out = [] if a.fingerprint == b.fingerprint else [f"weights={_source(b)} ({b.fingerprint})"]
+    slots = slot_texts(a)
+    out += [f"{name}={text}" for name, text in slot_texts(b).items() if text != slots[name]]
+    if a.model.dtype != b.model.dtype:
+        out.append(f"dtype={_dtype(b)}")
+    if a.model.device != b.model.device:
+        out.append(f"device={b.model.device}")
+    settings = a.settings.diff(b.settings)
+    out += [f"{name}={pair[1]!r}" for name, pair in settings.items() if name not in ("device", "dtype")]
+    return ", ".join(out)
+
+
+def _facts(eng: Engine) -> dict[str, str]:
+    weights = f"{_count(_parameters(eng.config))} parameters, fingerprint {eng.fingerprint}"
+    facts = {"weights": weights, "runs": _runs(eng)}
     if changed := _changed(eng):
         facts["settings"] = changed
-    return html.card(
-        f"Engine of {_source(eng)}",
-        _layers(eng.config),
-        html.pairs(facts | slots | {"memory": _memory(eng)}),
-        html.folded("memory by component", _bars(eng)),
-        note=_state(eng),
-    )
+    facts |= slot_texts(eng)
+    facts["memory"] = _memory(eng)
+    if ran := _steps(eng):
+        facts["ran"] = ran
+    return facts
 
 
 def _source(eng: Engine) -> str:
@@ -53,7 +93,9 @@ def _source(eng: Engine) -> str:
 
 
 def _state(eng: Engine) -> str:
-    state = "exact" if eng.exact else f"approximate ({', '.join(eng.approximate_slots)})"
+    """'exact', or 'approximate: attention (Dense)'."""
+    named = (f"{n} ({type(eng.slots[n]).__name__})" for n in eng.approximate_slots)
+    state = "exact" if eng.exact else f"approximate: {', '.join(named)}"
     return state + (", closed" if eng._closed else "")
 
 
@@ -62,20 +104,35 @@ def _approximate(is_so: bool) -> list[html.Html]:
 
 
 def _model(c: ModelConfig) -> str:
+    draft = f" + {len(c.draft_layers)} draft" if c.draft_layers else ""
     return (
-        f"{c.num_layers} layers ({len(c.encoder_layers)} encoder, {len(c.decoder_layers)} decoder), "
-        f"{len(c.draft_layers)} draft; hidden {c.hidden_size}; {c.n_routed_experts} experts, "
-        f"{c.num_experts_per_tok} a token; vocabulary {c.vocab_size}"
+        f"{c.num_layers} layers ({len(c.encoder_layers)} encoder, {len(c.decoder_layers)} decoder)"
+        f"{draft}, width {c.hidden_size}, {c.n_routed_experts} experts, "
+        f"{c.num_experts_per_tok} a token, vocabulary {c.vocab_size}"
     )
 
 
+@functools.lru_cache(maxsize=16)
+def _parameters(c: ModelConfig) -> int:
+    """Parameters that the text model reads, drafter included, scales not counted."""
+    from deepinfer.checkpoint import names
+
+    return sum(w.parameters for w in names.weights(c) if not names.is_unread(w.name))
+
+
+def _count(n: int) -> str:
+    for unit, letter in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if n >= unit:
+            return fmt(n / unit) + letter
+    return str(n)
+
+
+def _dtype(eng: Engine) -> str:
+    return str(eng.model.dtype).removeprefix("torch.")
+
+
 def _runs(eng: Engine) -> str:
-    dtype = str(eng.model.dtype).removeprefix("torch.")
-    return f"{eng.model.device}, {dtype}, fidelity {eng.settings.fidelity}"
-
-
-def _slots(eng: Engine) -> dict[str, str]:
-    return {name: repr(value) for name, value in eng.slots.items()}
+    return f"{eng.model.device}, {_dtype(eng)}, fidelity {eng.settings.fidelity}"
 
 
 def _changed(eng: Engine) -> str:
@@ -93,7 +150,35 @@ def _memory(eng: Engine) -> str:
     for row in eng.memory:
         total[row["part"]] = total.get(row["part"], 0) + row["bytes"]
     cache = size(total["cache"]) if total["cache"] else "not made yet"
-    return f"weights {size(total['weights'])}, cache {cache}"
+    return f"weights {size(total['weights'])} (shared), cache {cache}"
+
+
+def _steps(eng: Engine) -> str:
+    """What was computed so far; '' before the first step of a request."""
+    s = eng.stats
+    if not s.steps:
+        return ""
+    said = f"{s.steps} steps ({s.prefill_steps} prefill, {s.decode_steps} decode), {s.tokens} tokens"
+    if s.acceptance is not None:
+        drafts = sum(s.drafted.values())
+        said += f", {sum(s.accepted.values())} of {drafts} verified drafts accepted"
+    return said
+
+
+def _kinds(eng: Engine) -> str:
+    """How many ops ran which kind of implementation: '14 own, 3 reference'."""
+    from deepinfer import kernels
+
+    kinds: dict[str, set[str]] = {}
+    for row in eng.kernels:
+        kind = kernels.get(row["op"]).implementations[row["implementation"]].kind
+        kinds.setdefault(kind, set()).add(row["op"])
+    return ", ".join(f"{len(ops)} {kind}" for kind, ops in sorted(kinds.items()))
+
+
+def _ran(rows: list[dict[str, Any]]) -> html.Html:
+    cells = [(r["op"], r["implementation"], r["calls"]) for r in rows]
+    return html.table(("op", "implementation", "calls"), cells, numeric=("calls",))
 
 
 def _bars(eng: Engine) -> html.Html:
@@ -104,35 +189,3 @@ def _bars(eng: Engine) -> html.Html:
         for row in rows
     ]
     return html.table(("part", "component", "", "bytes"), cells, numeric=("bytes",))
-
-
-def _layers(c: ModelConfig) -> html.Html:
-    """One box a layer, coloured by role, with the encoder, the decoder and the drafter apart."""
-    groups = [
-        ("encoder", c.encoder_layers),
-        ("decoder", c.decoder_layers),
-        ("drafter", c.draft_layers),
-    ]
-    shown = []
-    for name, layers in groups:
-        boxes = [_layer(c, layer) for layer in list(layers)[:SHOWN_LAYERS]]
-        hidden = len(layers) - len(boxes)
-        more = [html.muted(f" {hidden} more layers")] if hidden else []
-        line = html.block(*boxes, *more, style="line-height:1.2")
-        shown.append(
-            html.block(html.muted(name), line, style="display:inline-block;margin:4px 14px 4px 0")
-        )
-    roles = {role: ROLES[role] for role in dict.fromkeys(c.roles)}
-    memory = {"* n-gram memory": None} if c.engram_layer_ids else {}
-    return html.block(*shown, html.legend(roles | memory))
-
-
-def _layer(c: ModelConfig, layer: int) -> html.Html:
-    role = c.roles[layer]
-    facts = [f"layer {layer}", role]
-    if (source := c.kv_source(layer)) is not None:
-        facts += [f"ratio {c.ratio(layer)}", f"block KV of layer {source}"]
-    engram = layer in c.engram_layer_ids
-    if engram:
-        facts.append("n-gram memory")
-    return html.chip(f"{layer}{'*' if engram else ''}", ROLES[role], title=", ".join(facts))
