@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from deepinfer.rng import GREEDY_BELOW
 
@@ -109,11 +109,12 @@ class SamplingParams:
         x = getattr(self, name)
         if isinstance(x, bool) or not isinstance(x, numbers.Integral):
             self._refuse(name, want)
-        if not (low <= x <= high or x == also):
+        whole = int(x)
+        if not (low <= whole <= high or whole == also):
             self._refuse(name, want)
-        object.__setattr__(self, name, int(x))
+        object.__setattr__(self, name, whole)
 
-    def _refuse(self, name: str, want: str) -> None:
+    def _refuse(self, name: str, want: str) -> NoReturn:
         x = getattr(self, name)
         raise ValueError(
             f"SamplingParams({name}={x!r}): {name} must be {want}, got {type(x).__name__} {x!r}"
@@ -135,7 +136,7 @@ def _with_named_refusals(cls: type) -> type:
                 raise TypeError(_unknown(name, known))
         build(self, **given)
 
-    __init__.__signature__ = inspect.signature(build)
+    setattr(__init__, "__signature__", inspect.signature(build))
     cls.__init__ = __init__
     return cls
 

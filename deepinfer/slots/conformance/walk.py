@@ -173,7 +173,7 @@ def source_kv(world: World, layer: int, batch: Batch, cache: KVCache | None) -> 
         own_start=batch.row_set.start,
         pages=batch.pages,
         entries_per_page=1 if cache is None else cache.entries_per_page(world.config.ratio(layer)),
-        stored=0 if cache is None else stored.count,
+        stored=0 if stored is None else stored.count,
     )
 
 
@@ -187,17 +187,19 @@ def walk(
 ) -> dict[str, Tensor]:
     """Run every layer. -> 'layers.1.out' [t, h, d], 'layers.1.ids' [t, k], 'positions', 'seq' [t].
 
-    start: first row of each sequence (the rest is history); watch: context manager
-    around each call, given its inputs."""
+    start: first row of each sequence (the rest is history); watch: a context manager around each
+    call, given its inputs.
+    """
     start = start or (0,) * len(world.lengths)
     batch = batch_of(world, start, padding)
     cache = filled_cache(attention, world, batch) if batch.has_history else None
-    watch = watch or _unwatched
+    watch = watch or Unwatched
     rows, ops = batch.row_set, kernels.bind()
     with watch(batch=batch, floor=floor):
         plan = attention.plan(batch, rows, rows, floor, cache)
     out = {"positions": rows.positions, "seq": rows.seq}
-    kv, selected = None, None
+    kv: LayerKV | None = None
+    selected: Selected | None = None
     for layer in range(world.config.num_layers):
         told = info(world, layer, ops)
         if told.role == "full":
@@ -205,7 +207,7 @@ def walk(
         window = records(
             None if cache is None else cache.windows[layer], world.rows("window", layer, batch)
         )
-        seen = LayerKV(window) if told.role == "window" else replace(kv, window=window)
+        seen = LayerKV(window) if kv is None else replace(kv, window=window)
         if told.role in ("full", "reindex"):
             query = IndexQuery(
                 world.rows("index_query", layer, batch), world.rows("index_weights", layer, batch)
@@ -215,13 +217,14 @@ def walk(
             selected = replace(selected, places=seen.places(selected.ids, rows.owner))
             out[f"{told.name}.ids"] = selected.ids
         q = world.rows("q", layer, batch)
-        picked: Selected | None = None if told.role == "window" else selected
-        with watch(q=q, kv=seen, selected=picked, plan=plan):
-            out[f"{told.name}.out"] = attention.attend(told, q, seen, picked, plan)
+        with watch(q=q, kv=seen, selected=selected, plan=plan):
+            out[f"{told.name}.out"] = attention.attend(told, q, seen, selected, plan)
     return out
 
 
-class _unwatched:
+class Unwatched:
+    """Watches nothing."""
+
     def __init__(self, **_: Any) -> None: ...
 
     def __enter__(self) -> None: ...
