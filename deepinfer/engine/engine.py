@@ -349,7 +349,7 @@ class Engine:
         request = Request(self._count, ids, params, seed)
         request.grammar = rt.slots["grammar"].compile(params.grammar, self._shared.tokenizer)
         prompt_seen = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
-        request.plan = rt.replay.plan(prompt_seen, self.config).validate(prompt_seen, self.config.num_hidden_layers)
+        request.plan = rt.replay_plan(prompt_seen)
         if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
             raise ValueError(
                 f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below {request.plan.rows_from[-1]}, "

@@ -21,7 +21,7 @@ from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
-from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo
+from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
 
 DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
 
@@ -159,6 +159,11 @@ class Runtime:
     @property
     def replay(self):
         return self.slots["replay"]
+
+    def replay_plan(self, prompt: Prompt) -> ReplayPlan:
+        """The replay slot's plan for a prompt. Raises ValueError where it breaks a law."""
+        c = self.config
+        return self.replay.plan(prompt, c).validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
 
     @property
     def ops(self) -> Ops:

@@ -27,7 +27,7 @@ def forced_logits(
     if not 1 <= prompt <= len(ids):
         raise ValueError(f"prompt={prompt}: the first rows to treat as the prompt, 1..{len(ids)}")
     sizes = chunk_sizes(len(ids), prompt, chunks, rt.limits.rows)
-    plan = rt.replay.plan(Prompt(prompt), rt.config).validate(Prompt(prompt), rt.config.num_hidden_layers)
+    plan = rt.replay_plan(Prompt(prompt))
     need = -(-len(ids) // rt.limits.page_size)
     if need > rt.pages.free or not rt.states.free:
         raise RuntimeError(

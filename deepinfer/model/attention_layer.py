@@ -136,8 +136,9 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, Rows]:
         """x [t, d] normed input of the entering rows -> (y [t', d], rows that go on).
 
-        plan None: the slot's plan over the sequence's window (and the ring is written); given: the
-        drafter's, whose keys are temporary.
+        cut: rows that a replay plan drops here have their keys projected and stored first. plan None:
+        the slot's plan over the sequence's window (and the ring is written); given: the drafter's,
+        whose keys are temporary.
         """
         keys = rows.set
         cos, sin = ctx.angles(keys, self.ratio > 0, x.dtype)
@@ -146,9 +147,9 @@ class AttentionLayer(nn.Module):
         own, key = record(f"{name}.window_keys", key, spec.window_format, keys, ctx)
         if self.is_source:
             rows = replace(rows, kv=self.source_kv(x, rows, name, ctx))
-            if cut is not None:
-                rows = rows.keep(cut)
-                x, cos, sin = x[cut.keep], cos[cut.keep], sin[cut.keep]
+        if cut is not None:
+            rows = rows.keep(cut)
+            x, cos, sin = x[cut.keep], cos[cut.keep], sin[cut.keep]
         stored = None if ctx.cache is None else ctx.cache.windows[self.layer]
         window = ctx.records(stored, own)
         kv = LayerKV(window) if rows.kv is None or self.ratio == 0 else replace(rows.kv, window=window)

@@ -53,8 +53,6 @@ class Layer(nn.Module):
         """`plan` is given by the drafter only, whose keys are temporary."""
         name, ops = self.name, ctx.ops
         cut = ctx.batch.cuts.get(self.layer) if plan is None else None
-        if cut is not None and not self.attn.is_source:
-            rows, cut = rows.keep(cut), None
         rows = replace(rows, streams=ctx.see(f"{name}.in", rows.streams, rows.set))
         if hasattr(self, "engram"):
             streams = self.engram(rows, f"{name}.engram", token_map, ctx)

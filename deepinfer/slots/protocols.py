@@ -456,16 +456,22 @@ class ReplayPlan:
     exact: bool = True
     why: str = ""
 
-    def validate(self, prompt: Prompt, layers: int) -> ReplayPlan:
-        """Raise ValueError naming the first broken law; return self."""
+    def validate(self, prompt: Prompt, layers: int, sources: tuple[int, ...] = ()) -> ReplayPlan:
+        """Raise ValueError naming the first broken law; return self. sources: the KV-source layers."""
         for name in ("kv_from", "rows_from", "floor"):
             if len(getattr(self, name)) != layers:
                 raise ValueError(
                     f"ReplayPlan.{name} has {len(getattr(self, name))} entries, the model has {layers} "
                     "layers: give one per backbone layer"
                 )
+        behind = [s for s in sources if s and self.rows_from[s - 1] > self.write_from]
         laws = [
-            (0 <= self.start <= prompt.length, f"start {self.start} is outside 0..{prompt.length}"),
+            (0 <= self.start < max(prompt.length, 1), f"start {self.start} is outside 0..{prompt.length - 1}"),
+            (self.start <= prompt.hit,
+             f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them"),
+            (self.start <= prompt.state_at or min(self.floor, default=0) >= self.start,
+             f"floor {min(self.floor, default=0)} is below start {self.start}, and state KV is at hand up to "
+             f"{prompt.state_at} only: a row would see window keys that were never written"),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (self.write_from <= prompt.hit or self.write_from == self.start,
              f"write_from {self.write_from} is past the hit {prompt.hit}"),
@@ -477,6 +483,8 @@ class ReplayPlan:
              f"rows_from {max(self.rows_from, default=0)} drops the last prompt row {prompt.length - 1}"),
             (all(k >= e for k, e in zip(self.kv_from[1:], self.rows_from)),
              "kv_from is below the rows_from of the layer before: no row is there to project those keys"),
+            (not behind,
+             f"rows are dropped before KV source {behind[:1]}, whose block KV of them would never be written"),
         ]
         for holds, words in laws:
             if not holds:
