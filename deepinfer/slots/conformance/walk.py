@@ -213,9 +213,9 @@ def walk(
                 world.rows("index_query", layer, batch), world.rows("index_weights", layer, batch)
             )
             with watch(index=query, kv=seen, plan=plan, carried=selected):
-                selected = attention.select(told, query, seen, plan, selected)
-            selected = replace(selected, places=seen.places(selected.ids, rows.owner))
-            out[f"{told.name}.ids"] = selected.ids
+                picked: Selected = attention.select(told, query, seen, plan, selected)
+            selected = replace(picked, places=seen.places(picked.ids, rows.owner))
+            out[f"{told.name}.ids"] = picked.ids
         q = world.rows("q", layer, batch)
         with watch(q=q, kv=seen, selected=selected, plan=plan):
             out[f"{told.name}.out"] = attention.attend(told, q, seen, selected, plan)
