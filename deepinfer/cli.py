@@ -1,6 +1,6 @@
 """The `deepinfer` command: demo, generate, inspect, make-tiny, doctor, lab.
 
-Results go to standard output (`--json` where a program would read them), everything else to standard
+Results go to standard output (`--json` where a program would read them), all else to standard
 error. Exit status: 0 done, 1 refused or failed with one line that says why, 2 wrong usage.
 """
 
@@ -57,9 +57,9 @@ def demo(args: argparse.Namespace) -> int:
         return 0
     seconds = facts["seconds"]
     print(
-        "A tiny checkpoint: random weights, so its text is noise, but every mechanism of the model.\n"
-        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in {seconds['write']:.2f} s, "
-        f"loaded through the official format in {seconds['load']:.2f} s.\n"
+        "A tiny checkpoint: random weights, so its text is noise, but every mechanism runs.\n"
+        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in {seconds['write']:.2f} s"
+        f" and loaded through the official format in {seconds['load']:.2f} s.\n"
     )
     for prompt, completion in zip(PROMPTS, plain, strict=True):
         print(f"prompt: {prompt}\n{completion}\n")
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="deepinfer",
-        description="DeepInfer as a research framework: run, look at and measure DeepSeek-V4.1-Flash.",
+        description="DeepInfer as a research framework: run, open and measure DeepSeek-V4.1-Flash.",
         epilog="example: deepinfer demo",
     )
     parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
@@ -223,7 +223,7 @@ def _add_small(commands: Any) -> None:
     parser = _add(commands, "inspect", inspect, f"deepinfer inspect {RELEASE}")
     parser.add_argument(
         "path", metavar="PATH",
-        help=f"a checkpoint's folder or its config.json, or '{RELEASE}' for the released architecture",
+        help=f"a checkpoint's folder, a config.json, or '{RELEASE}' for the released architecture",
     )  # fmt: skip
     _add_json(parser)
 
@@ -237,7 +237,7 @@ def _add_small(commands: Any) -> None:
     parser = _add(commands, "lab", lab, "deepinfer lab my-tutorials")
     parser.add_argument(
         "folder", nargs="?", metavar="DIR",
-        help="where to copy the tutorials; a changed notebook there is kept (default: a checkout's own)",
+        help="copy the tutorials there; a changed notebook is kept (default: a checkout's own)",
     )  # fmt: skip
     parser.add_argument("--copy", action="store_true", help="only copy, do not start JupyterLab")
 

@@ -106,7 +106,7 @@ def _packages(report: Report) -> None:
     if sys.version_info < PYTHON:
         report.problem(
             "packages", "python", platform.python_version(),
-            f"Python {platform.python_version()} is older than 3.11: make the venv with a newer one",
+            f"Python {platform.python_version()} is older than 3.11: make the venv with a newer",
         )  # fmt: skip
     else:
         report.add(
@@ -148,7 +148,7 @@ def _other_distribution(report: Report) -> None:
     report.problem(
         "packages", "other 'deepinfer'", f"{other} is installed",
         f"the distribution 'deepinfer' {other} is another project with the same import name, and "
-        "one overwrites the other's files: pip uninstall deepinfer, then install deepinfer-lab anew",
+        "one overwrites the other: pip uninstall deepinfer, then install deepinfer-lab again",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""For every test: one thread, no deadline for properties, and GPU tests only where there is a GPU."""
+"""For every test: one thread, no deadline for properties, GPU tests only where there is a GPU."""
 
 import os
 

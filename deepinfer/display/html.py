@@ -2,7 +2,7 @@
 
 Text is escaped unless it is `Html` already. Colours are translucent or the page's own text colour,
 so that a piece reads on a light and on a dark theme; there is no script and no style sheet, so it
-survives in a saved notebook and on a viewer that strips both. Output is a function of the arguments.
+survives in a saved notebook and a viewer that strips both. Equal arguments give equal output.
 """
 
 import html as _html

@@ -42,12 +42,12 @@ def notebook(seed: int = 0, *, dtype: str | None = "float64", threads: int = 1) 
 
 
 def default_dtype() -> str | None:
-    """The dtype of a CPU engine that was not asked for one; None where `notebook` was not called."""
+    """The dtype of a CPU engine not asked for one; None where `notebook` was not called."""
     return _settings.dtype
 
 
 def default_seed() -> int | None:
-    """The seed of an engine that was not asked for one; None where `notebook` was not called."""
+    """The seed of an engine not asked for one; None where `notebook` was not called."""
     return _settings.seed
 
 
