@@ -15,13 +15,14 @@ from deepinfer.slots.sampler import Greedy
 from torch import Tensor
 
 
-def context(model, works: list[Work], *, fidelity: int = 0, tap=None, attention=None) -> ForwardContext:
-    """A forward without a cache: every key is the step's own row."""
-    info = EngineInfo(model.config, model.device, model.dtype, 16)
+def context(model, works: list[Work], *, fidelity: int = 0, tap=None, config=None) -> ForwardContext:
+    """A forward without a cache: every key is the step's own row. config: another than the model's,
+    with the same sizes of weights."""
+    config = config or model.config
+    info = EngineInfo(config, model.device, model.dtype, 16)
     return ForwardContext(
-        config=model.config, batch=build(works, model.config), ops=kernels.bind(),
-        attention=(attention or CSA2()).start(info), experts=Local().start(info),
-        fidelity=fidelity, tap=tap,
+        config=config, batch=build(works, config), ops=kernels.bind(), attention=CSA2().start(info),
+        experts=Local().start(info), fidelity=fidelity, tap=tap,
     )
 
 
