@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.kernels import registry
+from . import registry
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def measure(op: str, problems: Iterable[Problem], device: str, dtype: torch.dtyp
     for p in problems:
         for i in registry.get(op).ordered():
             why = i.why_unavailable() or i.why_refused(**p.arguments)
-            row = {"op": op, "problem": p.label, "implementation": i.name, "refused": why or ""}
+            row: dict[str, Any] = {"op": op, "problem": p.label, "implementation": i.name}
+            row["refused"] = why or ""
             if why is None:
                 times = seconds(lambda: i.fn(**p.arguments), device)
                 row["median_us"] = statistics.median(times) * 1e6

@@ -19,7 +19,7 @@ def integers(g: torch.Generator, low: int, high: int, *shape: int) -> torch.Tens
 
 def fp8(g: torch.Generator, n: int, k: int):
     """A random FP8 weight "n k" with scales per 32x32 tile."""
-    from deepinfer.kernels.quantised import Quantised
+    from .quantised import Quantised
 
     data = normal(g, n, k).to(torch.float8_e4m3fn)
     return Quantised(data, integers(g, 120, 128, -(-n // 32), -(-k // 32)).byte(), "fp8")
@@ -27,7 +27,7 @@ def fp8(g: torch.Generator, n: int, k: int):
 
 def fp4(g: torch.Generator, *shape: int):
     """A random FP4 weight "... n k" with scales per row and 32 columns."""
-    from deepinfer.kernels.quantised import Quantised
+    from .quantised import Quantised
 
     *lead, n, k = shape
     data = integers(g, 0, 256, *lead, n, k // 2).byte()

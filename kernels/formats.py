@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
+from .numerics import acc_dtype
 
 
 class Format(NamedTuple):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +27,7 @@ def round_activation(x: torch.Tensor, act: str | None) -> torch.Tensor:
         return x
     if act != "mxfp8":
         raise ValueError(f'act={act!r} is not an activation rounding; use None or "mxfp8"')
-    from deepinfer.kernels.formats import straight_through
+    from .formats import straight_through
 
     return straight_through(x, "mxfp8")
 
@@ -41,7 +44,9 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(tiles)[:t] if tiles else F.linear(x, weight)
 
 
-def in_row_blocks(fn, *tensors: torch.Tensor | None, width: int):
+def in_row_blocks(
+    fn: Callable[..., Any], first: torch.Tensor, *others: torch.Tensor | None, width: int
+) -> Any:
     """fn over blocks of rows, results (a tensor or a tuple of them) put together again.
 
     torch computes the last few elements of a contiguous range with other instructions than the
@@ -49,10 +54,10 @@ def in_row_blocks(fn, *tensors: torch.Tensor | None, width: int):
     tensor it stands. Blocks of a multiple of TILE rows and at most BLOCK elements (`width` is the
     most a row has) have neither. Zero rows fill up the last block.
     """
-    t = tensors[0].shape[0]
+    t = first.shape[0]
     step = max(BLOCK // max(width, 1) // TILE * TILE, TILE)
     fill = -t % TILE
-    padded = [None if x is None else _pad_rows(x, fill) for x in tensors]
+    padded = [None if x is None else _pad_rows(x, fill) for x in (first, *others)]
     results = []
     for i in range(0, max(t, 1), step):
         results.append(fn(*(None if x is None else x[i : i + step] for x in padded)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.formats import e2m1_values, e4m3_values, e8m0_values
+from .formats import e2m1_values, e4m3_values, e8m0_values
 
 TILE = 32  # quantization_config.weight_block_size is [32, 32], and FP4 has one scale per 32 columns
 
@@ -123,4 +123,6 @@ class Quantised:
 
 def dense(weight: torch.Tensor | Quantised, dtype: torch.dtype) -> torch.Tensor:
     """A weight as a float tensor of the given dtype, whatever it is stored as."""
-    return weight.dequantise(dtype) if isinstance(weight, Quantised) else weight.to(dtype)
+    if isinstance(weight, Quantised):
+        return weight.dequantise(dtype)
+    return weight if weight.dtype == dtype else weight.to(dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.kernels import formats
+from . import formats
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,10 @@ class Records:
         else of a float storage, else float32)."""
         dtype = dtype or self._dtype()
         count, own = self.count, self.own
-        has_own = own is not None and own.shape[0] > 0
-        if not has_own and not count:
-            return torch.zeros(*ids.shape, self.layout.dim, dtype=dtype, device=ids.device)
         there = (ids >= 0).unsqueeze(-1)
-        if not has_own:
+        if own is None or not own.shape[0]:
+            if not count:
+                return torch.zeros(*ids.shape, self.layout.dim, dtype=dtype, device=ids.device)
             return torch.where(there, self._read(ids.clamp(min=0), dtype), 0)
         mine = own.to(dtype)[(ids - count).clamp(min=0)]
         if not count:
@@ -126,16 +125,19 @@ class Records:
     def _dtype(self) -> torch.dtype:
         if self.own is not None:
             return self.own.dtype
-        floats = self.stored is not None and not self.layout.packed
-        return self.stored.dtype if floats else torch.float32
+        if self.stored is None or self.layout.packed:
+            return torch.float32
+        return self.stored.dtype
 
     def _read(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        stored = self.stored
+        assert stored is not None  # callers have looked at count
         if not self.layout.packed:
-            return self.stored[ids].to(dtype)
+            return stored[ids].to(dtype)
         if self.layout.token_interleaved:
-            record = self.stored[ids]
+            record = stored[ids]
         else:
-            record = self.stored.view(-1)[self._bytes(ids)]
+            record = stored.view(-1)[self._bytes(ids)]
         return formats.decode(record, self.layout.format, self.layout.dim, dtype)
 
     def _bytes(self, ids: torch.Tensor) -> torch.Tensor:

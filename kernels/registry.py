@@ -19,7 +19,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 KINDS = ("vendor", "own", "reference")
 
@@ -213,6 +213,10 @@ class Ops:
         if _USED.get() == self._used:
             return self
         return Ops(self._mapping, self.batch_invariant, self._calls)
+
+    if TYPE_CHECKING:  # the ops are attributes of the instance, set above
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     @property
     def counts(self) -> dict[tuple[str, str], int]:

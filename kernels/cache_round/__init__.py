@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import normal
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import normal
+from ..registry import Op, register
 from . import bits
 from .reference import cache_round
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepinfer.kernels.formats import FORMATS
-from deepinfer.kernels.numerics import acc_dtype, unless_plain_cpu
+from ..formats import FORMATS
+from ..numerics import acc_dtype, unless_plain_cpu
 
 # dtype -> integers of its width, fraction bits, bits of the exponent
 _BITS = {"f4": (np.int32, 23, 0x7F800000), "f8": (np.int64, 52, 0x7FF0000000000000)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.formats import straight_through
+from ..formats import straight_through
 
 
 def cache_round(x: torch.Tensor, format: str) -> torch.Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.cases import integers, normal
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import integers, normal
+from ..registry import Op, register
 from .reference import candidate_blocks
 
 __all__ = ["OP", "candidate_blocks"]

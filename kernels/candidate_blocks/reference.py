@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.topk.reference import topk
+from ..topk.reference import topk
 
 
 def candidate_blocks(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import normal
-from deepinfer.kernels.numerics import acc_dtype
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import normal
+from ..numerics import acc_dtype
+from ..registry import Op, register
 from .reference import compress
 
 __all__ = ["OP", "compress"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
-from deepinfer.kernels.rms_norm.reference import rms_norm
+from ..numerics import acc_dtype
+from ..rms_norm.reference import rms_norm
 
 
 def compress(

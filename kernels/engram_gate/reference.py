@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 CLAMP = 1e-6  # below this |dot| counts as this (V4.1 released reference)
 

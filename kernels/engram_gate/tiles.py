@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.engram_gate import reference
-from deepinfer.kernels.numerics import in_row_blocks
+from ..engram_gate import reference
+from ..numerics import in_row_blocks
 
 
 def engram_gate(streams, key, value, q_weight, k_weight, eps, dead):

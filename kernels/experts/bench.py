@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.benchmark import Problem, main
+from ..benchmark import Problem, main
 
 LAYERS = ((16, 128, 64, 4), (64, 512, 256, 6))  # experts, hidden, intermediate, chosen
 ROWS = (1, 6, 16, 64, 300)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, round_activation
-from deepinfer.kernels.quantised import Quantised
-from deepinfer.kernels.swiglu.reference import swiglu
+from ..numerics import acc_dtype, round_activation
+from ..quantised import Quantised
+from ..swiglu.reference import swiglu
 
 # Bytes of gathered matrices at most. On a CPU the copies pass through the caches: the bench shows
 # them ahead of the loop up to about 10 MiB, and many times slower from 25 MiB up.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype, round_activation
-from deepinfer.kernels.quantised import Quantised, dense
-from deepinfer.kernels.swiglu.reference import swiglu
+from ..numerics import acc_dtype, round_activation
+from ..quantised import Quantised, dense
+from ..swiglu.reference import swiglu
 
 
 def experts(

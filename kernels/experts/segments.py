@@ -7,9 +7,9 @@ import bisect
 import numpy as np
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, round_activation, unless_plain_cpu
-from deepinfer.kernels.quantised import Quantised, dense
-from deepinfer.kernels.swiglu.reference import swiglu
+from ..numerics import acc_dtype, round_activation, unless_plain_cpu
+from ..quantised import Quantised, dense
+from ..swiglu.reference import swiglu
 
 SMALL = 1 << 18  # multiplications below which numpy's smaller overhead wins; it stays on one thread
 

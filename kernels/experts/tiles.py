@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, round_activation, tiled_linear
-from deepinfer.kernels.quantised import dense
-from deepinfer.kernels.swiglu.tiles import swiglu
+from ..numerics import acc_dtype, round_activation, tiled_linear
+from ..quantised import dense
+from ..swiglu.tiles import swiglu
 
 
 def experts(x, ids, weights, w1, w3, w2, limit, *, act=None):

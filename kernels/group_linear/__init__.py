@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import fp8, normal
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import fp8, normal
+from ..registry import Op, register
 from . import tiles
 from .reference import group_linear
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import round_activation
-from deepinfer.kernels.quantised import Quantised, dense
+from ..numerics import round_activation
+from ..quantised import Quantised, dense
 
 
 def group_linear(

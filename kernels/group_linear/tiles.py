@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import round_activation, tiled_linear
-from deepinfer.kernels.quantised import dense
+from ..numerics import round_activation, tiled_linear
+from ..quantised import dense
 
 
 def group_linear(x, weight, *, act=None):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import integers, normal
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import integers, normal
+from ..registry import Op, register
 from . import batched, tiles
 from .reference import index_scores
 

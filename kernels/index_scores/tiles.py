@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype, tiled_linear
+from ..numerics import acc_dtype, tiled_linear
 
 KEYS = 64  # of a tile
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import fp4, fp8, normal
-from deepinfer.kernels.numerics import acc_dtype
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import fp4, fp8, normal
+from ..numerics import acc_dtype
+from ..registry import Op, register
 from . import tiles
 from .reference import linear
 

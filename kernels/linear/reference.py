@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import round_activation
-from deepinfer.kernels.quantised import Quantised, dense
+from ..numerics import round_activation
+from ..quantised import Quantised, dense
 
 
 def linear(
@@ -24,6 +24,4 @@ def linear(
     if act is not None:
         x = round_activation(x, act)
     dtype = out_dtype or x.dtype
-    if weight.__class__ is Quantised or weight.dtype != dtype:
-        weight = dense(weight, dtype)
-    return F.linear(x if x.dtype == dtype else x.to(dtype), weight)
+    return F.linear(x if x.dtype == dtype else x.to(dtype), dense(weight, dtype))

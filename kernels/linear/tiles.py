@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.numerics import round_activation, tiled_linear
-from deepinfer.kernels.quantised import dense
+from ..numerics import round_activation, tiled_linear
+from ..quantised import dense
 
 
 def linear(x, weight, *, act=None, out_dtype=None):

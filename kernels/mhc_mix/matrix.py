@@ -14,7 +14,7 @@ import functools
 import numpy as np
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, unless_plain_cpu
+from ..numerics import acc_dtype, unless_plain_cpu
 
 
 def supports(streams, fn, base, scale, **_) -> str | None:

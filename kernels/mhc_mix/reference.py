@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 
 def mhc_mix(

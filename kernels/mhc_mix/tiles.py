@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.mhc_mix.reference import from_projected
-from deepinfer.kernels.numerics import acc_dtype, in_row_blocks, tiled_linear
+from ..mhc_mix.reference import from_projected
+from ..numerics import acc_dtype, in_row_blocks, tiled_linear
 
 
 def mhc_mix(streams, fn, base, scale, *, iters, norm_eps, hc_eps):

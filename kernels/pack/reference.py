@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.formats import encode
+from ..formats import encode
 
 
 def pack(x: torch.Tensor, format: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 
 def supports(x, weight, eps) -> str | None:

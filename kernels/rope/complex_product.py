@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, unless_plain_cpu
+from ..numerics import acc_dtype, unless_plain_cpu
 
 SMALL = 1 << 13  # elements up to which a numpy call, cheaper than a torch call, decides
 

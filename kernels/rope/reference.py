@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 
 def rope(

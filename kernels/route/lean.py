@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype
-from deepinfer.kernels.route.reference import FLOOR
+from ..numerics import acc_dtype
+from ..route.reference import FLOOR
 
 
 def supports(x, weight, bias, bias_image, image, top_k, scale) -> str | None:

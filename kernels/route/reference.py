@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 FLOOR = 1e-20  # on the sum of the chosen scores, so that a row of zeros divides to zeros
 

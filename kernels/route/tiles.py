@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.numerics import acc_dtype, in_row_blocks, tiled_linear
-from deepinfer.kernels.route.reference import from_logits
+from ..numerics import acc_dtype, in_row_blocks, tiled_linear
+from ..route.reference import from_logits
 
 
 def route(x, weight, bias, bias_image, image, top_k, scale):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import integers, normal
-from deepinfer.kernels.records import Layout, Records
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import integers, normal
+from ..records import Layout, Records
+from ..registry import Op, register
 from . import aligned, blocks
 from .reference import sparse_attend
 

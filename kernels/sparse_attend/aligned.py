@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepinfer.kernels.numerics import acc_dtype
+from ..numerics import acc_dtype
 
 WIDTH = 64
 ROWS = 64  # of a block, which bounds the gathered keys held at once

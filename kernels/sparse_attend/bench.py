@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.benchmark import Problem, main
-from deepinfer.kernels.records import Layout, Records
+from ..benchmark import Problem, main
+from ..records import Layout, Records
 
 HEADS, DIM, WINDOW, CHOSEN, RING = 8, 64, 128, 64, 134
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype, unless_plain_cpu
-from deepinfer.kernels.records import Records
+from ..numerics import acc_dtype, unless_plain_cpu
+from ..records import Records
 
 ROWS = 64  # of a block
 SPREAD = 4  # distinct keys per listed key of a row up to which masking beats gathering
@@ -51,13 +51,12 @@ def _block(q: torch.Tensor, sources: list, sink: torch.Tensor) -> torch.Tensor:
         widths.append(part.shape[2])
     logits.append(sink.view(1, h, 1).expand(t, h, 1))
     share = torch.softmax(torch.cat(logits, dim=2), dim=2).split([*widths, 1], dim=2)
-    out = None
+    out = torch.zeros(t, h, d, dtype=q.dtype)
     for part, rows in zip(share, keys):
         if rows.ndim == 2:
-            mine = torch.mm(part.reshape(t * h, -1), rows).view(t, h, d)
+            out.view(t * h, d).addmm_(part.reshape(t * h, -1), rows)
         else:
-            mine = torch.bmm(part, rows)
-        out = mine if out is None else out.add_(mine)
+            out.baddbmm_(part, rows)
     return out
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.numerics import acc_dtype
-from deepinfer.kernels.records import Records
+from ..numerics import acc_dtype
+from ..records import Records
 
 
 def sparse_attend(
@@ -26,7 +26,7 @@ def sparse_attend(
     """
     wide = acc_dtype(q)
     keys, ids = window.gather(window_ids, q.dtype), window_ids
-    if entries is not None:
+    if entries is not None and entry_ids is not None:
         keys = torch.cat([keys, entries.gather(entry_ids, q.dtype)], dim=1)
         ids = torch.cat([ids, entry_ids], dim=1)
     keys = keys.to(wide)

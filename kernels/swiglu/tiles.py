@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.numerics import in_row_blocks
-from deepinfer.kernels.swiglu import reference
+from ..numerics import in_row_blocks
+from ..swiglu import reference
 
 
 def swiglu(gate, up, limit):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.cases import normal
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import normal
+from ..registry import Op, register
 from . import packed_key, partition
 from .reference import topk
 

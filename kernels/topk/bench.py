@@ -1,10 +1,10 @@
-"""Time top-k on index scores: decode, verify and prefill sizes, ties at zero as relu leaves them."""
+"""Time top-k on index scores: decode, verify and prefill sizes, with the ties that relu leaves."""
 
 from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.benchmark import Problem, main
+from ..benchmark import Problem, main
 
 SIZES = ((1, 300, 64), (16, 300, 64), (300, 300, 64), (16, 16384, 512), (256, 16384, 512))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.topk.reference import ascending
+from ..topk.reference import ascending
 
 
 def supports(scores, k) -> str | None:

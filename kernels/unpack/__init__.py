@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepinfer.kernels.cases import integers
-from deepinfer.kernels.registry import Op, register
-
+from ..cases import integers
+from ..registry import Op, register
 from .reference import unpack
 
 __all__ = ["OP", "unpack"]

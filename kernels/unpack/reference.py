@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.formats import decode
+from ..formats import decode
 
 
 def unpack(record: torch.Tensor, format: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
