@@ -376,7 +376,8 @@ class EngineConfig(_Config):
     float32 on a CPU, bfloat16 elsewhere). fidelity: 0 no fake quantisation, 1 the model's own cache
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
-    a CPU). kernels: {op: implementation}.
+    a CPU). keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each
+    use) instead of in dtype. kernels: {op: implementation}.
     """
 
     _section: ClassVar[str] = "EngineConfig"
@@ -395,6 +396,7 @@ class EngineConfig(_Config):
     kernels: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)
     seed: int = 0
     packed_cache: bool | None = None
+    keep_quantised: bool = False
 
     def __post_init__(self) -> None:
         # torch.float32 and torch.device are taken by their names, so torch is not imported here

@@ -16,7 +16,8 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import commit, step, teacher, weights
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.request import Completion, Completions, Request
-from deepinfer.engine.runtime import Limits, Runtime, Stats
+from deepinfer.engine.runtime import Runtime, Stats, cache_bytes
+from deepinfer.engine.settings import LATER, Changes, Settings, placement, split_settings
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Prompt
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
     from deepinfer.measure.trace import Trace
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
-
-DEFAULT_SLOTS = {
-    "attention": "csa2", "experts": "local", "verifier": "off",
-    "replay": "exact", "sampler": "philox", "grammar": "none",
-}
-LATER = {
-    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling", "batch_invariant": "bit-equal batches",
-}
-
 
 class Sampling(TypedDict, total=False):
     """Fields of SamplingParams as keywords of generate, add and stream."""
@@ -50,36 +42,6 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: bool
     seed: int | None
     grammar: Any
-
-
-class Changes(TypedDict, total=False):
-    """Slots and settings that `with_` can change."""
-
-    attention: Any
-    experts: Any
-    verifier: Any
-    replay: Any
-    sampler: Any
-    grammar: Any
-    fidelity: int
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
-    page_size: int | None
-    num_pages: int | None
-    prefix_cache: bool
-    overlap: bool
-    batch_invariant: bool
-    kernels: dict[str, str] | None
-    seed: int
-    packed_cache: bool | None
-
-
-class Settings(Changes, total=False):
-    """Everything an engine can be made with."""
-
-    device: str
-    dtype: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +89,15 @@ class Engine:
 
         config, slots = split_settings(settings)
         device, dtype = placement(config)
-        folder = locate(path, download=download)
-        checkpoint = Checkpoint.open(folder)
-        parts = weights.weight_bytes(checkpoint.config, dtype)
-        weights.require(f"{path} in {dtype}", parts, device, "Use a smaller dtype, or a device with more memory.")
-        loaded = weights.from_checkpoint(checkpoint, dtype=dtype, device=device, source=str(path))
+        slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
+        checkpoint = Checkpoint.open(locate(path, download=download))
+        parts = weights.weight_bytes(checkpoint.config, dtype, config.keep_quantised)
+        parts |= cache_bytes(checkpoint.config, config, slots, dtype, device)
+        remedy = "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
+        weights.require(f"{path} in {dtype}", parts, device, remedy)
+        loaded = weights.from_checkpoint(
+            checkpoint, dtype=dtype, device=device, source=str(path), keep_quantised=config.keep_quantised
+        )
         return cls(loaded, config, slots)
 
     @classmethod
@@ -142,15 +108,17 @@ class Engine:
 
         config, slots = split_settings(settings)
         device, dtype = placement(config)
-        checkpoint = MemoryCheckpoint(*tiny_state(seed))
-        loaded = weights.from_checkpoint(checkpoint, dtype=dtype, device=device, source=f"tiny(seed={seed})")
+        loaded = weights.from_checkpoint(
+            MemoryCheckpoint(*tiny_state(seed)), dtype=dtype, device=device, source=f"tiny(seed={seed})",
+            keep_quantised=config.keep_quantised,
+        )
         return cls(loaded, config, slots)
 
     def with_(self, **changes: Unpack[Changes]) -> Engine:
         """An engine over the same weights and tokenizer with some slots or settings changed. It has its
-        own cache, counters and slot copies. device and dtype would be another copy of the weights and
-        are refused."""
-        for name in ("device", "dtype"):
+        own cache, counters and slot copies. device, dtype and keep_quantised would be another copy of the
+        weights and are refused."""
+        for name in ("device", "dtype", "keep_quantised"):
             if name in changes:
                 raise ValueError(
                     f"with_({name}=...) would copy the weights; make another engine with from_pretrained(..., {name}=...)"
@@ -166,8 +134,17 @@ class Engine:
         return self._shared.config
 
     @property
+    def source(self) -> str:
+        """Where the weights came from: a path as it was given, or 'tiny(seed=0)'."""
+        return self._shared.source
+
+    @property
     def settings(self) -> EngineConfig:
         return self._settings
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def slots(self) -> dict[str, Any]:
@@ -515,38 +492,6 @@ class Engine:
 
 
 # ---------------------------------------------------------------------------------- small helpers
-
-
-def split_settings(
-    given: Any, base: EngineConfig | None = None, slots: dict[str, Any] | None = None
-) -> tuple[EngineConfig, dict[str, Any]]:
-    """(EngineConfig, slots) from keywords over a base. TypeError with did-you-mean for unknown ones."""
-    fields = {f.name for f in dataclasses.fields(EngineConfig)}
-    for name in given:
-        if name not in fields and name not in SLOTS:
-            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
-            raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
-    settings = {k: v for k, v in given.items() if k in fields}
-    config = EngineConfig(**settings) if base is None else dataclasses.replace(base, **settings)
-    chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
-    return config, chosen
-
-
-def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """(device, dtype) of an engine's weights. Raises ValueError for a device that is not there."""
-    from deepinfer.display.notebook import default_dtype
-
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
-    dtype = config.dtype or (
-        (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
-    )
-    return device, getattr(torch, dtype)
 
 
 def params_list(params, sampling: Any, n: int) -> list[SamplingParams]:

@@ -17,6 +17,7 @@ from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.model.stack import Model
@@ -109,6 +110,32 @@ class Stats:
         return repr(self.table())
 
 
+def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> CacheSize:
+    """Packed records by default where memory is dear, float records on a CPU; always floats at
+    fidelity 0, which rounds nothing. One state slot more than sequences: for teacher-forced passes."""
+    packed = device.type != "cpu" if settings.packed_cache is None else settings.packed_cache
+    return CacheSize(
+        limits.pages, limits.seqs + 1, limits.page_size, limits.backtracking, packed and settings.fidelity >= 1
+    )
+
+
+def make_cache(
+    config: ModelConfig, settings: EngineConfig, slots: dict[str, Any], limits: Limits,
+    dtype: torch.dtype, device: torch.device, on: torch.device | None = None,
+) -> KVCache:
+    """The cache of an engine; `on` a meta device only its sizes."""
+    specs = [slots["attention"].kv_spec(config, i) for i in range(len(config.compress_ratios))]
+    return KVCache(config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device)
+
+
+def cache_bytes(
+    config: ModelConfig, settings: EngineConfig, slots: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """Bytes by component of the cache an engine would make, without taking them."""
+    limits = Limits.of(settings, config, slots["verifier"].max_draft)
+    return make_cache(config, settings, slots, limits, dtype, device, torch.device("meta")).nbytes
+
+
 class Runtime:
     """Everything of an engine that is not weights or settings."""
 
@@ -129,20 +156,11 @@ class Runtime:
             self.pages, self.states, page_size=self.limits.page_size, max_num_seqs=self.limits.seqs,
             max_rows=self.limits.rows, lookahead=self.limits.lookahead,
         )
-        self.cache = KVCache(
-            self.config,
-            [self.attention.kv_spec(self.config, i) for i in range(len(self.config.compress_ratios))],
-            self.cache_size,
-            dtype=model.dtype,
-            device=model.device,
+        require(
+            "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
+            "Lower max_num_seqs, max_model_len or num_pages.",
         )
-
-    @property
-    def cache_size(self) -> CacheSize:
-        s, lim = self.settings, self.limits
-        on_cpu = self.model.device.type == "cpu"
-        packed = (not on_cpu if s.packed_cache is None else s.packed_cache) and s.fidelity >= 1
-        return CacheSize(lim.pages, lim.seqs + 1, lim.page_size, lim.backtracking, packed)
+        self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
 
     @property
     def attention(self):

@@ -154,10 +154,10 @@ def stack_dists(rt: Runtime, shares, emitters, k: int, device):
     empty = torch.zeros(v, dtype=torch.promote_types(rt.model.dtype, torch.float32), device=device)
     probs, logprobs = [], []
     for i in emitters:
-        d = shares[i].request.draft
-        there = d is not None and k < len(d.laws)
-        probs.append(d.laws[k][0] if there else empty)
-        logprobs.append(d.laws[k][1] if there else empty)
+        held = shares[i].request.draft
+        law = (empty, empty) if held is None or k >= len(held.laws) else held.laws[k]
+        probs.append(law[0])
+        logprobs.append(law[1])
     finite = torch.ones(len(emitters), dtype=torch.bool, device=device)
     return Dist(torch.stack(probs), torch.stack(logprobs), finite)
 

@@ -50,15 +50,18 @@ class Weights:
         component = {w.name: w.component for w in names.weights(self.config)}
         for name, x in held.items():
             size = x.nbytes if isinstance(x, Quantised) else x.numel() * x.element_size()
-            total[component.get(name, "experts")] += size
+            stacked = "drafter" if name.startswith("mtp.") else "experts"
+            total[component.get(name, stacked)] += size
         return dict(total)
 
 
-def from_checkpoint(checkpoint: Any, *, dtype: torch.dtype, device: torch.device, source: str) -> Weights:
+def from_checkpoint(
+    checkpoint: Any, *, dtype: torch.dtype, device: torch.device, source: str, keep_quantised: bool = False
+) -> Weights:
     """Load an opened checkpoint (on disk or in memory) into a new model."""
     with torch.device("meta"):
         model = Model(checkpoint.config)
-    load(model, checkpoint, dtype=dtype, device=device)
+    load(model, checkpoint, dtype=dtype, device=device, keep_quantised=keep_quantised)
     return Weights(model, tokenizer_of(checkpoint), fingerprint(checkpoint), source)
 
 
@@ -104,11 +107,17 @@ def file_digest(path: Path) -> bytes:
 # ------------------------------------------------------------------------------------- what fits
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes by component of the text model's weights held in `dtype` (FP32 ones stay FP32)."""
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, keep_quantised: bool = False) -> dict[str, int]:
+    """Bytes by component of the text model's weights held in `dtype` (FP32 ones stay FP32, quantised
+    ones as stored with keep_quantised)."""
     total: Counter[str] = Counter()
     for w in names.weights(config):
-        if not names.is_unread(w.name):
+        if names.is_unread(w.name):
+            continue
+        stored = w.stored()
+        if keep_quantised and len(stored) > 1:  # values and scales
+            total[w.component] += sum(s.nbytes for s in stored)
+        else:
             wide = torch.promote_types(dtype, torch.float32) if w.wide else dtype
             total[w.component] += w.parameters * wide.itemsize
     return dict(total)

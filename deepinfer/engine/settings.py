@@ -1,0 +1,88 @@
+"""How an engine is made: its slots and settings as keywords, and where its weights go."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, TypedDict
+
+import torch
+
+from deepinfer.config import EngineConfig
+from deepinfer.display.notebook import default_dtype, default_seed
+from deepinfer.slots.protocols import SLOTS
+
+DEFAULT_SLOTS = {
+    "attention": "csa2", "experts": "local", "verifier": "off",
+    "replay": "exact", "sampler": "philox", "grammar": "none",
+}
+LATER = {
+    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling", "batch_invariant": "bit-equal batches",
+}
+
+
+
+class Changes(TypedDict, total=False):
+    """Slots and settings that `with_` can change."""
+
+    attention: Any
+    experts: Any
+    verifier: Any
+    replay: Any
+    sampler: Any
+    grammar: Any
+    fidelity: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    page_size: int | None
+    num_pages: int | None
+    prefix_cache: bool
+    overlap: bool
+    batch_invariant: bool
+    kernels: dict[str, str] | None
+    seed: int
+    packed_cache: bool | None
+
+
+class Settings(Changes, total=False):
+    """Everything an engine can be made with."""
+
+    device: str
+    dtype: Any
+    keep_quantised: bool
+
+
+def split_settings(
+    given: Any, base: EngineConfig | None = None, slots: dict[str, Any] | None = None
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """(EngineConfig, slots) from keywords over a base. TypeError with did-you-mean for unknown ones."""
+    fields = {f.name for f in dataclasses.fields(EngineConfig)}
+    for name in given:
+        if name not in fields and name not in SLOTS:
+            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
+            raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
+    settings = {k: v for k, v in given.items() if k in fields}
+    if base is None:
+        if default_seed() is not None:
+            settings.setdefault("seed", default_seed())
+        config = EngineConfig(**settings)
+    else:
+        config = dataclasses.replace(base, **settings)
+    chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
+    return config, chosen
+
+
+def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """(device, dtype) of an engine's weights. Raises ValueError for a device that is not there."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
+    dtype = config.dtype or (
+        (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
+    )
+    return device, getattr(torch, dtype)
