@@ -11,10 +11,9 @@ from deepinfer.checkpoint import names
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from deepinfer.config import ModelConfig
+from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
-from deepinfer.engine.engine import DEFAULT_SLOTS, Engine
-from deepinfer.engine.engine import split_settings
+from deepinfer.engine.engine import Engine
 from deepinfer.model.engram_hash import table_rows
 from torch import Tensor
 
@@ -30,19 +29,21 @@ LAYOUTS: dict[str, tuple] = {
     "4 and 2 and 1": ((4, 4, 2, 2, 1, 0), (0, 2, 4), (0, 1, 2, 4), 2),
     "windows only": ((0, 0, 0, 0, 0, 0), (), (), None),
 }
+ONE = {"one layer": ((1, 0), (0,), (0,), None)}  # the cheapest step, where numbers do not matter
 
 
 def small_config(layout: str = "2 and 1", vocab: int | None = None, **changes) -> ModelConfig:
-    """Five layers and one draft layer. vocab: without n-gram memory and tokenizer, of that size."""
-    ratios, sources, index, candidates = LAYOUTS[layout]
+    """A few layers and one draft layer. vocab: without n-gram memory and tokenizer, of that size."""
+    ratios, sources, index, candidates = {**LAYOUTS, **ONE}[layout]
+    layers = len(ratios) - 1
     config = dataclasses.replace(
         tiny_config(quantised=False),
-        hidden_size=64, num_hidden_layers=5, num_attention_heads=4, head_dim=32, q_lora_rank=32,
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, head_dim=32, q_lora_rank=32,
         o_lora_rank=16, o_groups=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-        compress_ratios=(0,) * 6, kv_source_layer_ids=(), index_source_layer_ids=(),
+        compress_ratios=(0,) * len(ratios), kv_source_layer_ids=(), index_source_layer_ids=(),
         index_topk=8, candidate_source_layer_id=None, candidate_topk_blocks=4, candidate_block_size=4,
-        engram_layer_ids=(1,), engram_num_embeddings=(1,), engram_vocab_size=300,
-        num_nextn_predict_layers=1, dspark_target_layer_ids=(2, 4), dspark_n_routed_experts=4,
+        engram_layer_ids=(0,), engram_num_embeddings=(1,), engram_vocab_size=300,
+        num_nextn_predict_layers=1, dspark_target_layer_ids=tuple(sorted({layers // 2, layers - 1})), dspark_n_routed_experts=4,
         sliding_window=WINDOW, dspark_block_size=DRAFTS,
     )
     if vocab is None:
@@ -76,21 +77,21 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @functools.cache
-def shared(layout: str, vocab: int | None, seed: int, dtype: str) -> weights.Weights:
-    """Weights of a small model, made once a process."""
+def base_engine(layout: str, vocab: int | None, seed: int, dtype: str) -> Engine:
+    """An engine over a small model that is made once a process."""
     config = small_config(layout, vocab)
     state = {w.name: draw(seed, w.name, w.shape) for w in names.weights(config)}
     checkpoint = MemoryCheckpoint(config, state, tiny_tokenizer() if vocab is None else None)
-    return weights.from_checkpoint(
+    loaded = weights.from_checkpoint(
         checkpoint, dtype=getattr(torch, dtype), device=torch.device("cpu"), source=f"small({layout})"
     )
+    slots = dict(attention="csa2", experts="local", verifier="off", replay="exact", sampler="philox", grammar="none")
+    return Engine(loaded, EngineConfig(max_model_len=512, max_num_seqs=4), slots)
 
 
-def small_engine(layout: str = "2 and 1", *, vocab=None, seed: int = 0, dtype="float64", **settings) -> Engine:
-    """An engine of its own over shared small weights."""
-    settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
-    config, slots = split_settings(settings)
-    return Engine(shared(layout, vocab, seed, dtype), config, {**DEFAULT_SLOTS, **slots})
+def small_engine(layout: str = "2 and 1", *, vocab=None, seed: int = 0, dtype="float64", **changes) -> Engine:
+    """An engine of its own over shared small weights; changes as of `Engine.with_`, seed of weights."""
+    return base_engine(layout, vocab, seed, dtype).with_(**changes)
 
 
 def stream(n: int, seed: int, low: int = 8, high: int = 900, period: int | None = None) -> list[int]:
