@@ -70,7 +70,9 @@ def changes(a: Engine, b: Engine) -> str:
     if a.model.device != b.model.device:
         out.append(f"device={b.model.device}")
     settings = a.settings.diff(b.settings)
-    out += [f"{name}={pair[1]!r}" for name, pair in settings.items() if name not in ("device", "dtype")]
+    out += [
+        f"{name}={pair[1]!r}" for name, pair in settings.items() if name not in ("device", "dtype")
+    ]
     return ", ".join(out)
 
 
@@ -158,7 +160,9 @@ def _steps(eng: Engine) -> str:
     s = eng.stats
     if not s.steps:
         return ""
-    said = f"{s.steps} steps ({s.prefill_steps} prefill, {s.decode_steps} decode), {s.tokens} tokens"
+    said = (
+        f"{s.steps} steps ({s.prefill_steps} prefill, {s.decode_steps} decode), {s.tokens} tokens"
+    )
     if s.acceptance is not None:
         drafts = sum(s.drafted.values())
         said += f", {sum(s.accepted.values())} of {drafts} verified drafts accepted"

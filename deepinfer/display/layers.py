@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 # role -> (colour into PALETTE, letter in text, what it does)
 ROLES: dict[str, tuple[int | None, str, str]] = {
     "window": (None, "w", "sees its sliding window only"),
-    "full": (0, "F", "writes block KV and index keys, picks entries for itself and the layers after it"),
+    "full": (
+        0,
+        "F",
+        "writes block KV and index keys, picks entries for itself and the layers after it",
+    ),
     "reuse": (4, "r", "reads the block KV and the picks of the layers named below it"),
     "reindex": (1, "x", "picks anew from the block KV of the layer named below it"),
     "draft": (3, "d", "drafts the next tokens; sees its window only"),
@@ -25,7 +29,7 @@ CELL = "1.9em"
 
 
 def layers_text(c: ModelConfig) -> str:
-    """One letter a layer, by part: 'encoder wwFrF, decoder FrxRx, drafter ddd'; then what they mean."""
+    """One letter a layer, by part: 'encoder wwFrF, decoder Frxrx, drafter ddd'."""
     parts = [
         f"{name} {''.join(ROLES[c.role(layer)][1] for layer in layers)}"
         for name, layers in _parts(c).items()
@@ -39,7 +43,7 @@ def roles_text(c: ModelConfig) -> str:
 
 
 def layers_html(c: ModelConfig) -> html.Html:
-    """Encoder, decoder and drafter side by side. Below a layer: whose block KV it reads, whose picks."""
+    """Encoder, decoder, drafter side by side; below a layer whose block KV and picks it uses."""
     shown = [_part(c, name, layers) for name, layers in _parts(c).items()]
     return html.block(*shown, _legend(c))
 
@@ -56,7 +60,9 @@ def _part(c: ModelConfig, name: str, layers: range) -> html.Html:
     if any(c.ratio(layer) for layer in cut):
         grid.append(_line("KV of", _spans(cut, c.kv_source, lambda source: _bar(c, source))))
         grid.append(_line("picks of", _spans(cut, c.index_source, lambda source: _bar(c, source))))
-    body = html.tag("table", html.tag("tbody", *grid), style="border-collapse:separate;border-spacing:2px")
+    body = html.tag(
+        "table", html.tag("tbody", *grid), style="border-collapse:separate;border-spacing:2px"
+    )
     counted = f"{name}: {len(layers)} layer{'s' if len(layers) > 1 else ''}{hidden}"
     style = "display:inline-block;vertical-align:top;margin:4px 18px 4px 0"
     return html.block(html.block(html.muted(counted)), body, style=style)
@@ -104,7 +110,9 @@ def _facts(c: ModelConfig, layer: int) -> str:
     role = c.role(layer)
     facts = [f"layer {layer}", f"{role}: {ROLES[role][2]}"]
     if c.ratio(layer):
-        facts.append(f"{c.ratio(layer)} tokens an entry" if c.ratio(layer) > 1 else "an entry a token")
+        facts.append(
+            f"{c.ratio(layer)} tokens an entry" if c.ratio(layer) > 1 else "an entry a token"
+        )
     if layer == c.candidate_source_layer_id:
         facts.append("publishes the candidate blocks")
     if c.uses_candidates(layer):
@@ -119,8 +127,12 @@ def _facts(c: ModelConfig, layer: int) -> str:
 def _legend(c: ModelConfig) -> html.Html:
     chips = []
     for role in dict.fromkeys(c.roles):
-        style = f"{_wash(ROLES[role][0])};{html.MONO};border-radius:4px;padding:1px 6px;margin:1px 2px"
-        chips.append(html.tag("span", role, style=style + ";display:inline-block", title=ROLES[role][2]))
+        style = (
+            f"{_wash(ROLES[role][0])};{html.MONO};border-radius:4px;padding:1px 6px;margin:1px 2px"
+        )
+        chips.append(
+            html.tag("span", role, style=style + ";display:inline-block", title=ROLES[role][2])
+        )
     marks = []
     if c.engram_layer_ids:
         marks.append("* n-gram memory")

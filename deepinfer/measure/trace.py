@@ -41,9 +41,9 @@ class Coordinates:
 
 
 class TracedTensor(Tensor):
-    """A traced value over all steps, rows in the order they ran; what is computed from it is a plain
-    tensor. request, position, step: [rows] long; accepted: [rows] bool, False for rows of drafts that
-    were rejected, of the drafter's own block, and of a step that failed."""
+    """A traced value over all steps, rows in the order they ran; what is computed from it is a
+    plain tensor. request, position, step: [rows] long; accepted: [rows] bool, False for rows of
+    rejected drafts, of the drafter's own block, and of a step that failed."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
 
@@ -70,9 +70,11 @@ Keep = Callable[[Coordinates], Tensor]
 
 
 class Trace:
-    """One `with eng.trace(...)` block. Read `names`, `t[name]`, `t.at(name, position)`, `table()`."""
+    """One `with eng.trace(...)` block: `names`, `t[name]`, `t.at(name, position)`, `table()`."""
 
-    def __init__(self, engine, patterns: tuple[str, ...], edit: Edit | None, keep: Keep | None) -> None:
+    def __init__(
+        self, engine, patterns: tuple[str, ...], edit: Edit | None, keep: Keep | None
+    ) -> None:
         self._engine = engine
         self._chosen = chosen_names(patterns, engine.trace_names())
         self._edit, self._keep = edit, keep
@@ -109,7 +111,9 @@ class Trace:
             copy = x.clone()
             changed = self._edit(copy, where)
             if changed is None and copy._version:
-                raise ValueError(f"edit of {name} changed its copy in place and returned None: return it")
+                raise ValueError(
+                    f"edit of {name} changed its copy in place and returned None: return it"
+                )
             x = x if changed is None else edited(name, changed, x)
         kept = x.detach()
         if self._keep is not None:
@@ -125,12 +129,14 @@ class Trace:
         return x
 
     def settle(self, step: int, computed: dict[int, int]) -> None:
-        """After commit: a row of `step` stands where its position is below its request's `computed`.
-        Rows of an earlier step that never came here belong to a step that failed."""
+        """After commit: a row of `step` stands where its position is below its request's entry in
+        `computed`. Rows of an earlier step that never came here belong to a step that failed."""
         for name, seen in self._rows.items():
             for _, at in seen[len(self._accepted[name]) :]:
                 known = computed if at.step == step else {}
-                limit = torch.tensor([known.get(r, 0) for r in at.request.tolist()], dtype=torch.long)
+                limit = torch.tensor(
+                    [known.get(r, 0) for r in at.request.tolist()], dtype=torch.long
+                )
                 self._accepted[name].append(at.position.cpu() < limit)
 
     # --------------------------------------------------------------------------------- reading
@@ -273,7 +279,7 @@ def _few(x: Tensor) -> str:
 
 
 def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
-    """Every name a forward can show, in the order of the walk. mtp.*: only where drafts are made."""
+    """Every name a forward can show, in the order of the walk. mtp.*: only with a drafter."""
     out: list[str] = []
     for layer in range(config.num_hidden_layers):
         out += _layer_names(config, f"layers.{layer}", layer, layer in config.engram_layer_ids)
@@ -288,12 +294,25 @@ def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
 
 
 def _layer_names(c: ModelConfig, name: str, layer: int, engram: bool) -> list[str]:
-    parts = ["in", *(["engram.rows", "engram.out"] if engram else []), "attn.in", "attn.window_keys"]
+    parts = [
+        "in",
+        *(["engram.rows", "engram.out"] if engram else []),
+        "attn.in",
+        "attn.window_keys",
+    ]
     if layer in c.kv_source_layer_ids:
         parts += ["attn.entries", "attn.index_keys"]
     if layer in c.index_source_layer_ids:
         parts += ["attn.selected"]
         if c.candidate_source_layer_id is not None and layer >= c.candidate_source_layer_id:
             parts += ["attn.candidates"]
-    parts += ["attn.out", "attn.comb", "ffn.in", "ffn.experts", "ffn.weights", "ffn.out", "ffn.comb"]
+    parts += [
+        "attn.out",
+        "attn.comb",
+        "ffn.in",
+        "ffn.experts",
+        "ffn.weights",
+        "ffn.out",
+        "ffn.comb",
+    ]
     return [f"{name}.{p}" for p in parts]

@@ -1,4 +1,4 @@
-"""Trace: names, coordinates, edits. In float64, where shapes of the same work give the same numbers."""
+"""Trace: names, coordinates, edits. In float64: there shapes of the same work give one number."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ def test_names_listed_are_names_seen(kind, engine, drafting, long_text):
     assert any(n.startswith("mtp.") for n in eng.trace_names()) == (kind == "drafting")
     with eng.trace("*.attn.out", "logits") as t:
         eng.logits(long_text)
-    assert t.names == [n for n in eng.trace_names() if n.startswith("layers") and n.endswith("attn.out")] + ["logits"]
+    assert t.names == [
+        n for n in eng.trace_names() if n.startswith("layers") and n.endswith("attn.out")
+    ] + ["logits"]
 
 
 def test_a_value_that_was_not_computed_says_so(engine):
@@ -178,7 +180,10 @@ def test_an_edit_of_every_kind_of_name_takes_effect(engine, long_text):
     def other(x, at):
         return x * 1.5 + 0.1 if x.is_floating_point() else torch.where(x > 0, x - 1, x)
 
-    for some, ids in ((False, engine.encode("The walk of a token")), (True, engine.encode(long_text))):
+    for some, ids in (
+        (False, engine.encode("The walk of a token")),
+        (True, engine.encode(long_text)),
+    ):
         base = engine.logits(ids)
         for name in names:
             if name.endswith(("candidates", "index_keys")) == some:  # what only many entries need
@@ -190,7 +195,9 @@ def test_an_edit_of_every_kind_of_name_takes_effect(engine, long_text):
 def test_an_edit_of_the_drafter_changes_drafts_alone(drafting):
     def drafts(edit) -> tuple:
         seen = []
-        with drafting.trace("layers.0.in", keep=lambda at: seen.append(at.position.tolist()) or at.position >= 0):
+        with drafting.trace(
+            "layers.0.in", keep=lambda at: seen.append(at.position.tolist()) or at.position >= 0
+        ):
             with drafting.trace("mtp.base", edit=edit):
                 out = drafting.generate("The walk of a token", max_tokens=10, temperature=0.0)
         return out[0].token_ids, out[0].accepted_drafts
@@ -256,7 +263,9 @@ def test_an_edit_in_place_has_to_be_returned(engine):
     def first_row(x, at):
         x[at.position == 0] = 0
 
-    with pytest.raises(ValueError, match="layers.3.attn.out changed its copy in place and returned None"):
+    with pytest.raises(
+        ValueError, match="layers.3.attn.out changed its copy in place and returned None"
+    ):
         with engine.trace(LAYER, edit=first_row):
             engine.logits("ab")
     with engine.trace(LAYER, edit=lambda x, at: first_row(x, at) or x) as t:
@@ -267,7 +276,11 @@ def test_an_edit_in_place_has_to_be_returned(engine):
 @pytest.mark.parametrize(
     "edit, error, words",
     [
-        (lambda x, at: x[:, :3], ValueError, r"edit of layers.3.attn.out returned shape \(\d+, 3\) for \(\d+, \d+\)"),
+        (
+            lambda x, at: x[:, :3],
+            ValueError,
+            r"edit of layers.3.attn.out returned shape \(\d+, 3\) for \(\d+, \d+\)",
+        ),
         (lambda x, at: x.tolist(), TypeError, "edit of layers.3.attn.out returned list"),
     ],
 )
@@ -300,7 +313,7 @@ def test_an_edit_changes_its_request_alone(engine):
 
 
 def test_an_edit_reaches_later_steps_through_a_packed_cache(engine):
-    """Keys edited in the prompt are what decode rows read, whether stored as numbers or as bytes."""
+    """Keys edited in the prompt are what decode rows read, stored as numbers or as bytes."""
     ids = engine.encode("The walk of a token")
 
     def scaled(x, at):  # a power of two: representable wherever x is
