@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -224,14 +224,19 @@ class Engine:
         items, single = prompt_list(prompts)
         each = params_list(params, sampling, len(items))
         requests: list[Request | Exception] = []
-        for i, (item, p) in enumerate(zip(items, each)):
-            try:
-                requests.append(self._add(item, p))
-            except ValueError as error:
-                if single:
-                    raise
-                requests.append(error)
-        self._drain([r for r in requests if isinstance(r, Request)], progress)
+        try:
+            for item, p in zip(items, each):
+                try:
+                    requests.append(self._add(item, p))
+                except (ValueError, TypeError, KeyError) as error:
+                    if single:
+                        raise
+                    requests.append(error)
+            self._drain([r for r in requests if isinstance(r, Request)], progress)
+        finally:  # an interrupt or a fault must not leave half a batch in the engine
+            for r in requests:
+                if isinstance(r, Request):
+                    self._forget(r)
         return Completions(
             self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
         )
@@ -240,18 +245,12 @@ class Engine:
         from deepinfer.display.progress import bar
 
         done = 0
-        try:
-            with bar(sum(r.params.max_tokens for r in requests), "generate", show=progress) as shown:
-                while any(not r.finished for r in requests):
-                    self._step()
-                    now = sum(len(r.output) if not r.finished else r.params.max_tokens for r in requests)
-                    shown.update(now - done)
-                    done = now
-        finally:  # an interrupt or a fault must not leave half a batch in the engine
-            for r in requests:
-                if not r.finished:
-                    self._finish(r, "abort")
-                self._requests.pop(r.id, None)
+        with bar(sum(r.params.max_tokens for r in requests), "generate", show=progress) as shown:
+            while any(not r.finished for r in requests):
+                self._step()
+                now = sum(len(r.output) if not r.finished else r.params.max_tokens for r in requests)
+                shown.update(now - done)
+                done = now
 
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
@@ -281,21 +280,22 @@ class Engine:
         """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
         if id not in self._requests:
             raise KeyError(f"no request {id} is waiting or running: {sorted(self._requests)} are")
-        request = self._requests.pop(id)
-        if not request.finished:
-            self._finish(request, "abort")
+        request = self._requests[id]
+        self._forget(request)
         return self._completion(id, request)
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
     ) -> Iterator[StreamedToken]:
         """Tokens of one prompt as they are committed. Closing the iterator aborts the request."""
-        request = self._add(prompt, params_list(params, sampling, 1)[0])
-        return self._stream(request)
+        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0]))
+        next(tokens)  # now it has begun, closing or dropping it aborts the request
+        return cast("Iterator[StreamedToken]", tokens)
 
-    def _stream(self, request: Request) -> Iterator[StreamedToken]:
+    def _stream(self, request: Request) -> Iterator[StreamedToken | None]:
         text, shown = Detokenizer(self._shared.tokenizer), 0
         try:
+            yield None
             while True:
                 while shown < len(request.output):
                     token = request.output[shown]
@@ -307,9 +307,7 @@ class Engine:
             if request.error is not None:
                 raise request.error
         finally:
-            if not request.finished:
-                self._finish(request, "abort")
-            self._requests.pop(request.id, None)
+            self._forget(request)
 
     def _add(self, prompt: Any, params: SamplingParams) -> Request:
         rt = self.runtime
@@ -361,10 +359,14 @@ class Engine:
         finally:  # rows of a step that failed keep its number to themselves
             self._steps += 1
 
-    def _finish(self, request: Request, reason: str) -> None:
-        request.finish(reason)
+    def _forget(self, request: Request) -> None:
+        """Drop a request; one that has not finished is aborted and gives back what it held."""
+        self._requests.pop(request.id, None)
+        if request.finished:
+            return
+        request.finish("abort")
         if self._runtime is not None:
-            self._runtime.stats.finished[reason] += 1
+            self._runtime.stats.finished["abort"] += 1
             self._runtime.scheduler.release(request)
 
     def _completion(self, index: int, r: Request) -> Completion:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
-def is_ids(x: Any) -> bool:
-    """True for a flat sequence of integers (a list, a tuple, an array or a 1-d tensor)."""
-    if isinstance(x, str) or not hasattr(x, "__iter__"):
-        return False
-    x = x.tolist() if hasattr(x, "tolist") else list(x)
-    return bool(x) and all(not isinstance(i, (str, list, tuple)) and not hasattr(i, "__iter__") for i in x)
+def plain(x: Any) -> Any:
+    """Arrays and tensors as Python numbers and lists of them; anything else as it is."""
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
+def items_of(x: Any, want: str) -> list[Any]:
+    """The items of a list, array, tensor or iterator, read once. ValueError for what has no items
+    or no order, and for bytes, whose items would pass for token ids."""
+    x = plain(x)
+    if isinstance(x, (str, bytes, bytearray, dict, set, frozenset)) or not hasattr(x, "__iter__"):
+        raise ValueError(f"{want}, got {type(x).__name__} {reprlib.repr(x)}")
+    return [plain(i) for i in x]
 
 
 def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """(prompts, was it a single one). A flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str) or is_ids(prompts):
+    """(prompts, was it a single one). A flat sequence of numbers is one prompt of token ids."""
+    if isinstance(prompts, str):
         return [prompts], True
-    if isinstance(prompts, dict) or not hasattr(prompts, "__iter__"):
-        raise ValueError(
-            f"prompts={prompts!r}: want a string, a list of token ids, or a list of those, got {type(prompts).__name__}"
-        )
-    return list(prompts), False
+    items = items_of(prompts, "prompts are a string, a list of token ids, or a list of those")
+    flat = bool(items) and not any(isinstance(i, str) or hasattr(i, "__iter__") for i in items)
+    return ([items], True) if flat else (items, False)
 
 
 def encode_prompt(engine, prompt: Any) -> list[int]:
@@ -29,15 +34,14 @@ def encode_prompt(engine, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         ids = engine.encode(prompt)
     else:
-        if not hasattr(prompt, "__iter__") or isinstance(prompt, dict):
-            raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__} {prompt!r}")
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        ids = items_of(prompt, "a prompt is a string or a list of token ids")
     if not ids:
         raise ValueError("the prompt is empty: give at least one token id (text always has the bos)")
     vocab = engine.config.vocab_size
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise ValueError(f"prompt[{i}] is {token!r} ({type(token).__name__}): token ids are integers")
+            found = f"{reprlib.repr(token)} ({type(token).__name__})"
+            raise ValueError(f"prompt[{i}] is {found}: token ids are integers")
         if not 0 <= token < vocab:
             raise ValueError(f"prompt[{i}] is {int(token)}: token ids of this model are 0..{vocab - 1}")
     return [int(t) for t in ids]
