@@ -176,8 +176,8 @@ def forced(clock: Clock, ids: list[int], prompt: int, i: int) -> Tensor:
 class Pair:
     """One prompt in two engines. values, of each of t rows, NaN where an engine dropped it:
     max_dlogit, mean_dlogit over the vocabulary, kl(a||b) in nats, agreement 0 or 1. top_a, top_b:
-    [t]. prompt: tokens of the prompt; text_a, text_b: the continuations; first: output position of the
-    first token that b chose otherwise; margin: a's logit of its own token there less b's."""
+    [t]. prompt: tokens of the prompt; text_a, text_b: the continuations; first: output position of
+    the first token that b chose otherwise; margin: a's logit of its own token there less b's."""
 
     prompt: int
     text_a: tuple[int, ...]
@@ -385,8 +385,8 @@ class Comparison:
         return Table(lines, title=f"x: {x}, y: {y}; paired over prompts", provenance=self._facts)
 
     def speed(self) -> Table:
-        """Tokens/s of the greedy continuations, rows/s of the teacher-forced passes: one run each, on
-        this machine and whatever else it was doing."""
+        """Tokens/s of the greedy continuations, rows/s of the teacher-forced passes: one run each,
+        on this machine and whatever else it was doing."""
         lines = [
             c | dict(
                 tokens_per_second=c["tokens"] / c["token_seconds"] if c["token_seconds"] else None,
