@@ -408,22 +408,27 @@ class Engine:
     def score(self, texts: Prompts, prompt: int | None = None) -> teacher.Scores:
         """Log-probabilities of what follows the first `prompt` tokens (default 1, the bos) of each text.
 
-        Raises ValueError naming the replay policy where a scored row was dropped.
+        scores[i] belongs to text i: .logprobs in nats, .perplexity, .bits_per_byte (the bytes that
+        the scored tokens spell; special tokens spell none). Raises ValueError naming the text where
+        nothing follows, and the replay policy where a scored row was dropped or is not finite.
         """
-        items, _ = prompt_list(texts)
-        return teacher.Scores(tuple(self._score(encode_prompt(self, x), 1 if prompt is None else prompt) for x in items))
-
-    def _score(self, ids: list[int], prompt: int) -> teacher.Score:
-        logits = self.logits(ids, prompt=min(prompt, len(ids)))[prompt - 1 : -1]
-        if logits.isnan().all(-1).any():
-            raise ValueError(
-                f"score: the replay policy {self._slots['replay']!r} dropped rows that are scored; use replay='exact'"
-            )
-        wanted = torch.tensor(ids[prompt:], device=logits.device)
-        logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].tolist() if len(wanted) else []
-        tokenizer = self._shared.tokenizer
-        size = 0 if tokenizer is None else len(self.decode(ids[prompt:]).encode())
-        return teacher.Score(tuple(ids), prompt, tuple(logprobs), size)
+        each = []
+        for i, text in enumerate(prompt_list(texts)[0]):
+            ids, first = encode_prompt(self, text), 1 if prompt is None else prompt
+            if first >= len(ids):
+                raise ValueError(
+                    f"score: text {i} has {len(ids)} tokens and prompt={first}: nothing follows to be "
+                    "scored; give a longer text or a smaller prompt"
+                )
+            logits = self.logits(ids, prompt=first)[first - 1 : -1]
+            if not (finite := logits.isfinite().all(-1)).all():
+                at = first - 1 + int((~finite).nonzero()[0])
+                raise ValueError(
+                    f"score: text {i}, position {at}: the replay policy {self._slots['replay']!r} "
+                    "dropped that row, or its logits are not finite; try replay='exact'"
+                )
+            each.append(teacher.score(logits, ids, first, self._shared.tokenizer))
+        return teacher.Scores(tuple(each))
 
     # -------------------------------------------------------------------------------- inspection
 

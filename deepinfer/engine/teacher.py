@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.engine.batch import Work, build
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.text import byte_count
 from deepinfer.model.context import Tap
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
@@ -69,23 +70,79 @@ def _chunks(rt: Runtime, ids, prompt, sizes, plan: ReplayPlan, pages, slot, tap_
         start += size
 
 
+# ----------------------------------------------------------------------------------------- scores
+
+
+@dataclass(frozen=True)
+class Score:
+    """One text: logprobs[i], in nats, is that of token_ids[first + i]; nbytes: of the text that the
+    scored tokens spell (0 without a tokenizer)."""
+
+    token_ids: tuple[int, ...]
+    first: int
+    logprobs: tuple[float, ...]
+    nbytes: int
+
+    @property
+    def nats(self) -> float:
+        return -math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean nats of a token."""
+        return math.exp(self.nats / len(self.logprobs)) if self.logprobs else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NaN where no byte was scored."""
+        return self.nats / math.log(2) / self.nbytes if self.nbytes else math.nan
+
+
+def score(logits: Tensor, ids: list[int], first: int, tokenizer) -> Score:
+    """The Score of ids[first:], whose laws are the rows of logits [len(ids) - first, v]."""
+    wanted = torch.tensor(ids[first:], device=logits.device)
+    logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+    return Score(tuple(ids), first, tuple(logprobs.tolist()), byte_count(tokenizer, ids[first:]))
+
+
 @dataclass(frozen=True)
 class Scores:
-    """Per text: token_ids, logprobs [n] of the scored tokens, their bytes. Sums are in nats."""
+    """What `eng.score` returns: scores[i] belongs to text i. The properties are over all texts."""
 
     items: tuple[Score, ...]
 
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean nats of a token, over all texts."""
+        return self._whole.perplexity
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self._whole.bits_per_byte
+
+    @property
+    def _whole(self) -> Score:
+        logprobs = tuple(x for s in self.items for x in s.logprobs)
+        return Score((), 0, logprobs, sum(s.nbytes for s in self.items))
+
     def table(self) -> Table:
         """One row per text: tokens, bytes, nats, perplexity, bits_per_byte."""
+        from deepinfer.display.numbers import fmt
         from deepinfer.measure.table import Table
 
-        return Table(
-            [
-                dict(index=i, tokens=len(s.logprobs), bytes=s.nbytes, nats=-sum(s.logprobs),
-                     perplexity=s.perplexity, bits_per_byte=s.bits_per_byte)
-                for i, s in enumerate(self.items)
-            ]
-        )
+        rows = [
+            {
+                "index": i,
+                "tokens": len(s.logprobs),
+                "bytes": s.nbytes,
+                "nats": s.nats,
+                "perplexity": s.perplexity,
+                "bits_per_byte": s.bits_per_byte,
+            }
+            for i, s in enumerate(self.items)
+        ]
+        together = f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}"
+        return Table(rows, title=f"{len(rows)} texts: {together}")
 
     def __len__(self) -> int:
         return len(self.items)
@@ -98,21 +155,3 @@ class Scores:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
-
-
-@dataclass(frozen=True)
-class Score:
-    """One text: logprobs[i] is that of token_ids[first + i], nbytes the bytes they spell."""
-
-    token_ids: tuple[int, ...]
-    first: int
-    logprobs: tuple[float, ...]
-    nbytes: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-sum(self.logprobs) / len(self.logprobs)) if self.logprobs else math.nan
-
-    @property
-    def bits_per_byte(self) -> float:
-        return -sum(self.logprobs) / math.log(2) / self.nbytes if self.nbytes else math.nan

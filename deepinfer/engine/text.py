@@ -47,6 +47,26 @@ def encode_prompt(engine, prompt: Any) -> list[int]:
     return [int(t) for t in ids]
 
 
+def byte_count(tokenizer: Any, ids: list[int]) -> int:
+    """UTF-8 bytes that ids spell, also where they start or stop inside a character; special tokens
+    spell none. 0 without a tokenizer.
+
+    A byte-level tokenizer writes one character for each byte. Any other is asked for the text.
+    """
+    if tokenizer is None or not ids:
+        return 0
+    if type(tokenizer.decoder).__name__ != "ByteLevel":
+        return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
+    added = tokenizer.get_added_tokens_decoder()
+    total = 0
+    for i in ids:
+        if i not in added:
+            total += len(tokenizer.id_to_token(i) or "")
+        elif not added[i].special:
+            total += len(added[i].content.encode())
+    return total
+
+
 class Detokenizer:
     """Text of a growing list of ids. `push` returns the text a token completes: '' inside a character
     of several bytes. Without a tokenizer everything is ''."""
