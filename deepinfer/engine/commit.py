@@ -6,6 +6,8 @@ step overwrites what lies past it.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.step import StepResult
@@ -23,7 +25,7 @@ def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
     for i, share in enumerate(result.shares):
         share.request.computed = share.stop
         if share.request.params.prompt_logprobs and share.start < len(share.request.prompt):
-            prompt_logprobs(result, i)
+            prompt_logprobs(result, i, step)
     if result.emitters:
         emit(rt, result, step)
     for share in result.shares:
@@ -41,11 +43,13 @@ def emit(rt: Runtime, result: StepResult, step: int) -> None:
     finite = target.dist.finite.tolist()
     for b, i in enumerate(result.emitters):
         request, drafts = result.shares[i].request, result.drafts[i]
+        if request.finished:  # by a prompt row
+            continue
         before = request.computed
         kept = 0
         for j in range(counts[b]):
             if not finite[rows[b][j]]:
-                request.finish("error", non_finite(request, step, j))
+                request.finish("error", non_finite(request, step, j, f"output position {len(request.output)}"))
                 break
             token = tokens[b][j]
             request.output.append(token)
@@ -54,8 +58,7 @@ def emit(rt: Runtime, result: StepResult, step: int) -> None:
             request.steps.append(TokenStep(step, j, source))
             top = request.params.top_logprobs
             if top:
-                values, ids = logprob[rows[b][j]].topk(top)
-                request.top_logprobs.append(dict(zip(ids.tolist(), values.tolist())))
+                request.top_logprobs.append(most_likely(logprob[rows[b][j]], top))
             kept += 1
             if stops(rt, request):
                 break
@@ -76,15 +79,21 @@ def stops(rt: Runtime, request: Request) -> bool:
     return request.finished
 
 
-def non_finite(request: Request, step: int, row: int) -> ArithmeticError:
+def most_likely(logprobs: Tensor, n: int) -> dict[int, float]:
+    """The n most likely of a row's tokens, ties to the lower id."""
+    values, ids = logprobs.sort(descending=True, stable=True)
+    return dict(zip(ids[:n].tolist(), values[:n].tolist()))
+
+
+def non_finite(request: Request, step: int, row: int, place: str) -> ArithmeticError:
     return ArithmeticError(
-        f"request {request.id}: the logits of step {step}, row {row} (output position "
-        f"{len(request.output)}) are not finite or allow no token; the request ended there. Check the "
-        "weights, an edit in a trace, or a slot that returns NaN"
+        f"request {request.id}: the logits of step {step}, row {row} ({place}) are not finite or allow "
+        "no token; the request ended there. Check the weights, an edit in a trace, or a slot that "
+        "returns NaN"
     )
 
 
-def prompt_logprobs(result: StepResult, i: int) -> None:
+def prompt_logprobs(result: StepResult, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
     share = result.shares[i]
     request = share.request
@@ -92,7 +101,11 @@ def prompt_logprobs(result: StepResult, i: int) -> None:
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
     logprobs = result.logits[first:last].log_softmax(-1)
+    broken = logprobs.isnan().any(-1).tolist()
     for row, position in enumerate(range(share.start, share.stop)):
+        if broken[row]:
+            request.finish("error", non_finite(request, step, row, f"prompt position {position}"))
+            return
         if position + 1 < len(request.prompt):
             token = request.prompt[position + 1]
             request.prompt_logprobs.append(float(logprobs[row, token]))

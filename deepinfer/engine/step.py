@@ -82,16 +82,14 @@ def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, .
     survival = torch.zeros(len(shares), n, dtype=torch.float64)
     stale = torch.ones(len(shares), n, dtype=torch.float64)
     for i, s in enumerate(shares):
-        d = s.request.draft
+        d = held_draft(s.request)
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
             stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
     budget = rt.verifier.budget(stale, None)
     rows = rt.verifier.allocate(survival, budget).tolist()
-    return [
-        tuple(s.request.draft.tokens[: rows[i] - 1]) if s.request.draft is not None else ()
-        for i, s in enumerate(shares)
-    ]
+    held = [held_draft(s.request) for s in shares]
+    return [() if d is None else d.tokens[: rows[i] - 1] for i, d in enumerate(held)]
 
 
 def row_params(requests: list[Request], device) -> RowParams:
@@ -164,14 +162,23 @@ def stack_dists(rt: Runtime, shares, emitters, k: int, device):
 
 @dataclass(frozen=True, slots=True)
 class HeldDraft:
-    """A request's next draft on the host. survival: running product of confidences; stale: the
-    survival of the draft before it (what a budget may look at); laws: kept for rule 'rejection'."""
+    """A request's next draft on the host. at: length of the request that it continues; survival:
+    running product of confidences; stale: the survival of the draft before it (what a budget may look
+    at); laws: kept for rule 'rejection'."""
 
+    at: int
     tokens: tuple[int, ...]
     confidence: tuple[float, ...]
     survival: tuple[float, ...]
     stale: tuple[float, ...]
     laws: tuple = ()
+
+
+def held_draft(request: Request) -> HeldDraft | None:
+    """The draft of what comes next; None also where only that of an earlier place is there, because
+    drafting failed after a step was committed."""
+    d = request.draft
+    return d if d is not None and d.at == request.length else None
 
 
 def propose(rt: Runtime, requests: list[Request], tap: Tap | None = None) -> None:
@@ -195,5 +202,5 @@ def propose(rt: Runtime, requests: list[Request], tap: Tap | None = None) -> Non
         laws = tuple((d.probs[i], d.logprobs[i]) for d in draft.dists)
         stale = r.draft.survival if r.draft is not None else ()
         r.draft = HeldDraft(
-            tuple(tokens[i]), tuple(confidence[i].tolist()), tuple(survival[i]), stale, laws
+            r.length, tuple(tokens[i]), tuple(confidence[i].tolist()), tuple(survival[i]), stale, laws
         )
