@@ -1,0 +1,206 @@
+"""Prompts of every kind: what is an id, and what a bad one costs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from deepinfer.engine.params import SamplingParams
+from engine.pool import check_empty
+from properties.small import small_engine, stream
+
+GREEDY = dict(temperature=0.0, max_tokens=4)
+IDS = [5, 6, 7, 8]
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def eng():
+    return small_engine("one layer", vocab=VOCAB, max_model_len=64)
+
+
+@pytest.fixture(scope="module")
+def text(eng):
+    return eng.generate(IDS, **GREEDY)[0].token_ids
+
+
+SAME = {
+    "tuple": tuple(IDS),
+    "numpy": np.array(IDS),
+    "numpy int32": np.array(IDS, dtype=np.int32),
+    "list of numpy ints": [np.int64(i) for i in IDS],
+    "tensor": torch.tensor(IDS),
+    "int32 tensor": torch.tensor(IDS, dtype=torch.int32),
+    "list of 0-d tensors": [torch.tensor(i) for i in IDS],
+    "range": range(5, 9),
+    "generator": (i for i in IDS),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_ids_come_in_any_sequence(eng, text, kind):
+    ids = SAME[kind]
+    if kind == "generator":
+        ids = list(ids)
+        assert eng.generate((i for i in ids), **GREEDY)[0].token_ids == text
+    out = eng.generate(ids, **GREEDY)
+    assert len(out) == 1 and out[0].token_ids == text and out[0].prompt_token_ids == tuple(IDS)
+    assert eng.generate([ids, IDS], **GREEDY)[0].token_ids == text
+    assert eng.logits(ids).shape == (4, VOCAB)
+    assert all(type(i) is int for i in out[0].prompt_token_ids)
+
+
+def test_prompts_come_in_any_collection(eng, text):
+    for prompts in ([IDS, IDS], (IDS, IDS), np.array([IDS, IDS]), torch.tensor([IDS, IDS]), (p for p in [IDS, IDS])):
+        assert [c.token_ids for c in eng.generate(prompts, **GREEDY)] == [text, text]
+    assert eng.generate([], **GREEDY) == []
+
+
+BAD = {
+    "negative": ([5, -1], r"prompt\[1\] is -1: token ids of this model are 0..96"),
+    "the vocabulary's size": ([VOCAB], r"prompt\[0\] is 97: token ids of this model are 0..96"),
+    "huge": ([2**70], "token ids of this model are 0..96"),
+    "True": ([5, True], r"prompt\[1\] is True \(bool\): token ids are integers"),
+    "False": ([False], "token ids are integers"),
+    "numpy bool": (np.array([True, False]), "token ids are integers"),
+    "bool tensor": (torch.tensor([True]), "token ids are integers"),
+    "float": ([5.0, 6.0], r"prompt\[0\] is 5.0 \(float\): token ids are integers"),
+    "nan": ([float("nan")], "token ids are integers"),
+    "float tensor": (torch.tensor([5.0]), "token ids are integers"),
+    "0-d float tensor inside": ([torch.tensor(5.0)], "token ids are integers"),
+    "None inside": ([5, None], "token ids are integers"),
+    "nested": ([[5, [6]]], "token ids are integers"),
+    "bytes": (b"abc", "bytes"),
+    "dict": ({5: 6}, "dict"),
+    "set": ({5, 6}, "set"),
+    "int": (5, "int"),
+    "None": (None, "NoneType"),
+    "0-d tensor": (torch.tensor(5), "token ids.*got int 5"),
+    "empty array": (np.zeros(0, dtype=np.int64), "empty"),
+    "too long": ([5] * 64, r"64 tokens.*at most 63 \(max_model_len=64"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_prompt_is_refused_at_the_call(eng, kind):
+    prompt, words = BAD[kind]
+    one = prompt[0] if kind == "nested" else prompt
+    for call in (eng.add, eng.stream):
+        with pytest.raises(ValueError, match=words):
+            call(one, **GREEDY)
+    if kind not in ("empty array", "nested"):
+        with pytest.raises(ValueError, match=words):
+            eng.generate(prompt, **GREEDY)
+    if kind != "too long":
+        with pytest.raises(ValueError, match=words):
+            eng.logits(one)
+    check_empty(eng)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_prompt_in_a_batch_costs_itself_only(eng, text, kind):
+    prompt = BAD[kind][0][0] if kind == "nested" else BAD[kind][0]
+    out = eng.generate([IDS, prompt, IDS], **GREEDY)
+    assert [c.index for c in out] == [0, 1, 2] and [c.error is None for c in out] == [True, False, True]
+    assert isinstance(out[1].error, ValueError) and out[1].finish_reason == "error" and out[1].token_ids == ()
+    assert out[0].token_ids == out[2].token_ids == text
+    with pytest.raises(RuntimeError, match="1 of 3 requests failed; the first is item 1"):
+        out.raise_for_errors()
+    check_empty(eng)
+
+
+def test_empty_prompts(eng, text):
+    out = eng.generate([[], IDS], **GREEDY)
+    assert "empty" in str(out[0].error) and out[1].token_ids == text
+    for call in (eng.add, eng.stream, eng.logits):
+        with pytest.raises(ValueError, match="empty"):
+            call([])
+    full = small_engine("one layer")
+    out = full.generate("", **GREEDY)  # text always has the bos in front
+    assert out[0].prompt_token_ids == (full.config.bos_token_id,) and len(out[0].token_ids) == 4
+
+
+def test_text_without_a_tokenizer_says_what_to_pass(eng):
+    with pytest.raises(ValueError, match="no tokenizer.json: pass token ids"):
+        eng.generate("hello", **GREEDY)
+    out = eng.generate(["hello", IDS], **GREEDY)
+    assert out[0].error is not None and out[1].error is None and out[1].text == ""
+
+
+def test_lengths_up_to_the_limit():
+    """max_model_len holds prompt and output; the last position is used, one more is refused."""
+    eng = small_engine("one layer", vocab=VOCAB, max_model_len=32, max_num_seqs=2)
+    ids = stream(40, 3, high=90)
+    for n, tokens in ((31, 1), (30, 2), (16, 16), (1, 31)):
+        (c,) = eng.generate(ids[:n], temperature=0.0, max_tokens=1000, ignore_eos=True)
+        assert len(c.token_ids) == tokens and c.finish_reason == "length" and c.error is None
+        logits = eng.logits([*ids[:n], *c.token_ids])
+        assert logits.shape[0] == 32 and logits[n - 1 : -1].argmax(-1).tolist() == list(c.token_ids)
+    out = eng.generate([ids[:32], ids[:31]], **GREEDY)
+    assert "32 tokens" in str(out[0].error) and len(out[1].token_ids) == 1
+    with pytest.raises(ValueError, match="33 ids.*max_model_len=32"):
+        eng.logits(ids[:33])
+    one = small_engine("one layer", vocab=VOCAB, max_model_len=1)
+    with pytest.raises(ValueError, match="at most 0"):
+        one.generate([5])
+    with pytest.raises(ValueError, match="max_model_len=2000000.*1048576"):
+        small_engine("one layer", vocab=VOCAB, max_model_len=2_000_000).generate([5])
+
+
+# ------------------------------------------------------------------------------ sampling values
+
+
+def test_bad_sampling_values_at_the_call(eng):
+    for bad in (dict(temperature=-1.0), dict(top_p=0.0), dict(top_k=0), dict(max_tokens=0), dict(seed=True)):
+        (name,) = bad
+        for call in (eng.generate, eng.add, eng.stream):
+            with pytest.raises(ValueError, match=name):
+                call(IDS, **bad)
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        eng.generate(IDS, temprature=1.0)
+    with pytest.raises(ValueError, match=r"top_logprobs=98\): the vocabulary has 97"):
+        eng.generate(IDS, top_logprobs=98)
+    with pytest.raises(ValueError, match="temperature.*were both given"):
+        eng.generate(IDS, SamplingParams(), temperature=1.0)
+    for params in ([SamplingParams()], [SamplingParams(), {}], [SamplingParams()] * 3):
+        with pytest.raises(ValueError, match=f"params: {len(params)} for 2 prompts"):
+            eng.generate([IDS, IDS], params)
+    check_empty(eng)
+
+
+def test_a_value_that_does_not_fit_the_engine_costs_its_item_only(eng, text):
+    good = SamplingParams(**GREEDY)
+    bad = [dataclasses.replace(good, top_logprobs=98), dataclasses.replace(good, grammar={"type": "object"})]
+    out = eng.generate([IDS] * 4, [good, *bad, good])
+    assert [c.error is None for c in out] == [True, False, False, True]
+    assert "the vocabulary has 97" in str(out[1].error) and "grammar" in str(out[2].error)
+    assert out[0].token_ids == out[3].token_ids == text
+    check_empty(eng)
+
+
+def test_an_unexpected_error_while_adding_leaves_nothing_behind():
+    class Odd:
+        def compile(self, spec, vocab):
+            if spec is not None:
+                raise spec
+            return None
+
+    eng = small_engine("one layer", vocab=VOCAB, grammar=Odd())
+    each = [SamplingParams(**GREEDY), SamplingParams(**GREEDY, grammar=RuntimeError("a bug"))]
+    with pytest.raises(RuntimeError, match="a bug"):
+        eng.generate([IDS, IDS], each)
+    check_empty(eng)
+    out = eng.generate([IDS, IDS], [each[0], SamplingParams(**GREEDY, grammar=TypeError("not a schema"))])
+    assert out[0].error is None and "not a schema" in str(out[1].error)
+
+
+@pytest.mark.parametrize("k", [VOCAB, VOCAB + 1, 100_000])
+def test_top_k_of_the_vocabulary_or_more_is_no_filter(eng, k):
+    every = [eng.generate([IDS] * 3, seed=3, max_tokens=8, top_k=x) for x in (-1, k)]
+    assert [c.token_ids for c in every[0]] == [c.token_ids for c in every[1]]
+
+
+def test_filters_that_leave_one_token_are_greedy(eng):
+    greedy = eng.generate(IDS, temperature=0.0, max_tokens=8)[0].token_ids
+    for one in (dict(top_k=1), dict(top_p=1e-9), dict(temperature=9e-6), dict(temperature=0.0, top_k=5, top_p=0.3)):
+        assert eng.generate(IDS, **{"seed": 1, "max_tokens": 8, **one})[0].token_ids == greedy
