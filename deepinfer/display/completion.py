@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SHOWN_TOKENS = 400  # of one completion
 SHOWN_ITEMS = 20  # of a list
 SHOWN_CHARACTERS = 600
+FAILED = 5  # colour of an error
 DRAFT = 0  # colour of a token that a draft proposed
 
 
@@ -32,7 +33,7 @@ def completion_html(c: Completion) -> str:
     if c.accepted_drafts:
         body.append(html.legend({"accepted draft": DRAFT, "the target's own draw": None}))
     if c.error is not None:
-        body.append(html.block(html.tag("b", "error: "), c.error))
+        body.append(html.block(html.chip("error", FAILED), " ", c.error))
     return html.card(f"Completion {c.index}", *body, note=_facts(c))
 
 
@@ -56,7 +57,7 @@ def completions_html(items: Sequence[Completion]) -> str:
     """One row an item, with its tokens coloured as in `completion_html`."""
     columns = ("item", "prompt", "tokens", "finish", "text")
     rows = [
-        [c.index, len(c.prompt_token_ids), len(c.token_ids), c.finish_reason]
+        [c.index, len(c.prompt_token_ids), len(c.token_ids), _finish(c)]
         + [c.error if c.error is not None and not c.token_ids else _tokens(c)]
         for c in items[:SHOWN_ITEMS]
     ]
@@ -64,6 +65,10 @@ def completions_html(items: Sequence[Completion]) -> str:
     if any(c.accepted_drafts for c in items[:SHOWN_ITEMS]):
         body.append(html.legend({"accepted draft": DRAFT, "the target's own draw": None}))
     return html.card(f"{len(items)} completions", *body)
+
+
+def _finish(c: Completion) -> object:
+    return c.finish_reason if c.error is None else html.chip(c.finish_reason, FAILED)
 
 
 def _head(c: Completion) -> str:

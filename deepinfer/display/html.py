@@ -81,7 +81,7 @@ def tokens(pieces: Iterable[tuple[str, int | None, str | None]]) -> Html:
         wash = "transparent" if colour is None else PALETTE[colour % len(PALETTE)] + "40"
         style = f"background:{wash};border-bottom:1px solid {LINE};white-space:pre-wrap"
         spans.append(tag("span", text.translate(_VISIBLE), style=style, title=title))
-    return block(*spans, style=f"{MONO};overflow-wrap:anywhere;margin:4px 0")
+    return block(*spans, style=f"{MONO};overflow-wrap:anywhere;margin:1px 0")
 
 
 def legend(entries: Mapping[str, int | None]) -> Html:

@@ -109,6 +109,9 @@ class Stats:
     def __repr__(self) -> str:
         return repr(self.table())
 
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
 
 def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> CacheSize:
     """Packed records by default where memory is dear, float records on a CPU; always floats at
