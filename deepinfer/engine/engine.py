@@ -17,7 +17,14 @@ from deepinfer.engine import commit, step, teacher, weights
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.request import Completion, Completions, Request
 from deepinfer.engine.runtime import Runtime, Stats, cache_bytes
-from deepinfer.engine.settings import LATER, Changes, Settings, placement, split_settings
+from deepinfer.engine.settings import (
+    LATER,
+    Changes,
+    Settings,
+    placement,
+    require_invariant,
+    split_settings,
+)
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Prompt
@@ -66,6 +73,8 @@ class Engine:
                 raise ValueError(f"{name}={getattr(settings, name)!r}: {what} is not available yet; leave it out")
         self._shared, self._settings = shared, settings
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
+        if settings.batch_invariant:
+            require_invariant(self._slots)
         self._runtime: Runtime | None = None
         self._closed = False
         self._traces: list[Trace] = []

@@ -10,6 +10,7 @@ import torch
 
 from deepinfer.config import EngineConfig
 from deepinfer.display.notebook import default_dtype, default_seed
+from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
 DEFAULT_SLOTS = {
@@ -17,7 +18,7 @@ DEFAULT_SLOTS = {
     "replay": "exact", "sampler": "philox", "grammar": "none",
 }
 LATER = {
-    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling", "batch_invariant": "bit-equal batches",
+    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling",
 }
 
 
@@ -72,6 +73,17 @@ def split_settings(
         config = dataclasses.replace(base, **settings)
     chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
     return config, chosen
+
+
+def require_invariant(slots: dict[str, Any]) -> None:
+    """ValueError naming the slots that do not promise bits independent of the batch."""
+    without = [n for n in SLOTS if not registry.promises(slots[n], n).batch_invariant]
+    if without:
+        named = ", ".join(f"{n}={slots[n]!r}" for n in without)
+        raise ValueError(
+            f"batch_invariant=True needs it of every slot; {named} does not promise it: set "
+            "batch_invariant = True on the class where it holds (di.check tests it), or leave it out"
+        )
 
 
 def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:

@@ -27,19 +27,22 @@ if TYPE_CHECKING:
 
 
 @register("csa2")
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CSA2:
     """topk: entries picked a row (None = the config's index_topk)."""
 
     topk: int | None = None
 
     version: ClassVar[int] = 1
-    batch_invariant: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = True  # as far as the step's kernels are
     on_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.topk is not None and (isinstance(self.topk, bool) or self.topk < 1):
             raise ValueError(f"CSA2(topk={self.topk!r}): entries picked a row must be a positive integer or None")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.topk is None else f'topk={self.topk}'})"
 
     @property
     def exact(self) -> bool:

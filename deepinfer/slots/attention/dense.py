@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 @register("dense")
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Dense(CSA2):
     """The window and ALL visible entries. Equal to CSA2 while no more than top-k entries are visible;
     beyond that another function than the trained one (exact = False)."""
 
     version: ClassVar[int] = 1
     exact: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.topk is not None:

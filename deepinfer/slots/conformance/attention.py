@@ -178,12 +178,12 @@ def independent(s: Subject) -> None:
     for dtype in (torch.float64, torch.float32) if bits else (torch.float64,):
         for world in worlds(s, dtype):
             b, attention = len(world.lengths), s.fresh()
-            whole = walk(attention, world)
+            whole = walk(attention, world, invariant=bits)
             for at in [[i] for i in range(b)] + [list(reversed(range(b)))]:
                 with case(
                     sequences=world.lengths, taken=at, dtype=str(dtype).removeprefix("torch.")
                 ):
-                    part = walk(attention, world.sequences(at))
+                    part = walk(attention, world.sequences(at), invariant=bits)
                     places = torch.cat([(whole["seq"] == i).nonzero()[:, 0] for i in at])
                     told = differ(part, whole, torch.arange(len(places)), places, bits)
                     expect(not told, told)

@@ -49,7 +49,8 @@ def layer(s: Subject, dtype: torch.dtype = torch.float64, tied: bool = False) ->
     w1, w3, w2 = (normal(e, WIDTH, WIDTH) * WIDTH**-0.5 for _ in range(3))
     return ExpertLayer(
         name="layers.1", gate=gate, bias=bias, bias_image=image, w1=w1, w3=w3, w2=w2,
-        top_k=k, scaling=1.5, limit=2.0, act=None, ops=kernels.bind(),
+        top_k=k, scaling=1.5, limit=2.0, act=None,
+        ops=kernels.bind(batch_invariant=s.promises.batch_invariant),
     )  # fmt: skip
 
 

@@ -184,17 +184,18 @@ def walk(
     padding: int = 0,
     floor: Tensor | None = None,
     watch: Any = None,
+    invariant: bool = False,
 ) -> dict[str, Tensor]:
     """Run every layer. -> 'layers.1.out' [t, h, d], 'layers.1.ids' [t, k], 'positions', 'seq' [t].
 
     start: first row of each sequence (the rest is history); watch: a context manager around each
-    call, given its inputs.
+    call, given its inputs; invariant: with the kernels of a batch-invariant engine.
     """
     start = start or (0,) * len(world.lengths)
     batch = batch_of(world, start, padding)
     cache = filled_cache(attention, world, batch) if batch.has_history else None
     watch = watch or Unwatched
-    rows, ops = batch.row_set, kernels.bind()
+    rows, ops = batch.row_set, kernels.bind(batch_invariant=invariant)
     with watch(batch=batch, floor=floor):
         plan = attention.plan(batch, rows, rows, floor, cache)
     out = {"positions": rows.positions, "seq": rows.seq}
