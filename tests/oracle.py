@@ -30,7 +30,7 @@ _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 0, "pb": 0}]  # byt
 
 
 def pack(tensors: dict[str, Tensor], steps: dict[str, float] | None = None) -> bytes:
-    """{name: tensor} -> bytes of a packed file. steps: {name: step} of those that may be rounded."""
+    """{name: tensor} -> bytes of a packed file. steps: {name: step} of those to be rounded."""
     steps = steps or {}
     header, planes = [], {}
     for name, x in tensors.items():
@@ -76,7 +76,7 @@ def unpack(packed: bytes) -> dict[str, Tensor]:
 
 
 def _width(entry) -> int:
-    return 4 if entry[3] is not None else torch.empty(0, dtype=getattr(torch, entry[1])).element_size()
+    return 4 if entry[3] is not None else getattr(torch, entry[1]).itemsize
 
 
 def _turn(raw: np.ndarray, by: int) -> np.ndarray:
@@ -90,8 +90,8 @@ def _turn(raw: np.ndarray, by: int) -> np.ndarray:
 
 @functools.cache
 def numbers(name: str) -> dict[str, Tensor]:
-    """A packed file of expected numbers by its stem: one of NUMBERS, or "components", the pure ops'.
-    Do not change the tensors."""
+    """A packed file of expected numbers by its stem: one of NUMBERS, or "components", those of
+    the pure ops. Do not change the tensors."""
     folder = HERE.parent if name == "components" else HERE
     return unpack((folder / f"{name}.xz").read_bytes())
 
@@ -109,7 +109,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """Unpack the checkpoint into `folder` in the official layout: config, tokenizer, shard, index."""
+    """Unpack the checkpoint into `folder` in the official layout."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

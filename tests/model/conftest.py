@@ -14,8 +14,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(folder):
-    """Fidelity 0 in float32: the terms under which the expected numbers were computed. It drafts, so
-    that the drafter's context is kept and its values can be traced."""
+    """Fidelity 0 in float32: the terms under which the expected numbers were computed. It drafts,
+    so that the drafter's context is kept and its values can be traced."""
     return Engine.from_pretrained(
         str(folder), fidelity=0, dtype="float32", device="cpu", verifier=Fixed(5), sampler="greedy",
         max_model_len=768, max_num_seqs=2,

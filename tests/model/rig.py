@@ -15,7 +15,9 @@ from deepinfer.slots.sampler import Greedy
 from torch import Tensor
 
 
-def context(model, works: list[Work], *, fidelity: int = 0, tap=None, config=None) -> ForwardContext:
+def context(
+    model, works: list[Work], *, fidelity: int = 0, tap=None, config=None
+) -> ForwardContext:
     """A forward without a cache: every key is the step's own row. config: another than the model's,
     with the same sizes of weights."""
     config = config or model.config
@@ -82,8 +84,9 @@ class Sequence:
         batch = build([self.work([token])], self.rt.config, decode=True)
         sampler = Watched()
         one = torch.zeros(1, dtype=torch.long)
-        params = RowParams(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64), one - 1)
+        zero = torch.zeros(1, dtype=torch.float64)
+        params, keys = RowParams(zero, zero + 1, one - 1), RowKeys(one, one)
         draft = self.rt.model.drafter.propose(
-            batch.ids, batch.positions, n, self.rt.context(batch), sampler, params, RowKeys(one, one)
+            batch.ids, batch.positions, n, self.rt.context(batch), sampler, params, keys
         )
         return torch.cat(sampler.logits), draft.tokens[0], draft.confidence[0]

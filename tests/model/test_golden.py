@@ -1,4 +1,4 @@
-"""Published and derivable numbers of the model: YaRN range, record and cache sizes, Sinkhorn sums."""
+"""Published and derivable numbers: YaRN range, record and cache sizes, Sinkhorn sums."""
 
 import math
 

@@ -28,8 +28,8 @@ def check(got, n, anchor):
 
 @pytest.mark.parametrize("n", [5, 127, 128, 129, 300, 700])
 def test_draft_blocks(engine, n):
-    """The prompt is fed up to the first anchor, drafted from, fed on to the next, and so on: a draft
-    leaves nothing behind in the cache."""
+    """The prompt is fed up to the first anchor, drafted from, fed on to the next, and so on: a
+    draft leaves nothing behind in the cache."""
     ids = oracle.prompts()[n]
     assert len(anchors(n)) >= 2
     with Sequence(engine, n) as sequence:

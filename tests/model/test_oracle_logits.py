@@ -1,4 +1,4 @@
-"""Logits of the whole model against NVIDIA NeMo AutoModel and the released reference, fidelity 0."""
+"""Logits of the whole model against the released reference implementation, at fidelity 0."""
 
 import oracle
 import pytest

@@ -1,6 +1,8 @@
 """Single modules on their own inputs against NeMo AutoModel: attention of every role, compressors,
 MoE, Engram. (The pure ops are tested with the kernels.)"""
 
+import dataclasses
+
 import oracle
 import pytest
 import torch
@@ -103,7 +105,7 @@ def test_router(engine, image):
     """Image rows choose by another bias; the weights do not contain it."""
     x = part("router/x")
     ctx, rows, seen = forward(engine.model, [0] * len(x))
-    rows = Rows(rows.set, rows.streams, rows.pre, rows.ids, rows.lookback, torch.full((len(x),), image))
+    rows = dataclasses.replace(rows, image=torch.full((len(x),), image))
     engine.model.layers[3].ffn(x, rows, "moe", ctx)
     kind = "router_image" if image else "router"
     experts, order = seen["moe.experts"].sort(-1)

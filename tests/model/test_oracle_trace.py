@@ -7,8 +7,10 @@ import torch
 TOLERANCE = 1e-4  # absolute; streams reach 17
 ROWS = torch.tensor([0, 1, 2, 7, 31, 64, 97, 127, 128])  # kept of the trace of 129 tokens
 LAYERS = range(10)
-PATTERNS = ("*.in", "*.attn.out", "*.ffn.out", "*.entries", "*.index_keys", "*.selected", "*.candidates",
-            "features", "final")
+PATTERNS = (
+    "*.in", "*.attn.out", "*.ffn.out", "*.entries", "*.index_keys", "*.selected", "*.candidates",
+    "features", "final",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +58,11 @@ def test_ends(traces, engine, n):
 @pytest.mark.parametrize("n", [5, 129])
 @pytest.mark.parametrize("layer", [2, 4, 6])
 def test_block_kv(traces, n, layer):
-    """Rows that close no group hold a value too; the entries are those of the rows that close one."""
+    """Rows that close no group hold a value too; entries are those of the rows that close one."""
     ratio = 1 if layer == 6 else 2
-    entries, keys = traces[n][f"layers.{layer}.attn.entries"], traces[n][f"layers.{layer}.attn.index_keys"]
-    close(entries.as_subclass(torch.Tensor)[ratio - 1 :: ratio], expected(f"ckv/{n}/{layer}"))
-    close(keys.as_subclass(torch.Tensor)[ratio - 1 :: ratio], expected(f"ikey/{n}/{layer}"))
+    for what, theirs in (("entries", "ckv"), ("index_keys", "ikey")):
+        got = traces[n][f"layers.{layer}.attn.{what}"].as_subclass(torch.Tensor)
+        close(got[ratio - 1 :: ratio], expected(f"{theirs}/{n}/{layer}"))
 
 
 @pytest.mark.parametrize("n", [5, 129])
@@ -77,7 +79,8 @@ def test_candidate_blocks(traces):
     """Row 128 of 129 is the first to see more blocks than the 16 kept."""
     blocks = traces[129]["layers.6.attn.candidates"].as_subclass(torch.Tensor)
     wanted = expected("cand/129/6")
-    kept = torch.zeros(129, 18, dtype=torch.bool).scatter_(1, blocks.masked_fill(blocks < 0, 17), True)
+    kept = torch.zeros(129, 18, dtype=torch.bool)
+    kept.scatter_(1, blocks.masked_fill(blocks < 0, 17), True)
     entries = kept[:, torch.arange(129) // 8] & torch.ones(129, 129, dtype=torch.bool).tril()
     assert torch.equal(entries, wanted)
     assert wanted[127].sum() == 128 and wanted[128].sum() == 121

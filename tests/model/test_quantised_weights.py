@@ -1,4 +1,4 @@
-"""The same weights in the released FP8 and FP4 storage: bytes, values, and logits computed from them."""
+"""The same weights in the released FP8 and FP4 storage: bytes, values and logits."""
 
 import dataclasses
 import hashlib
@@ -42,7 +42,8 @@ def kept(stored, widened):
     """Its weights as they are stored."""
     model = Model(widened.config)
     load(model, Checkpoint.open(stored), dtype=widened.model.dtype, keep_quantised=True)
-    return Engine(dataclasses.replace(widened._shared, model=model), widened.settings, widened.slots)
+    shared = dataclasses.replace(widened._shared, model=model)
+    return Engine(shared, widened.settings, widened.slots)
 
 
 def test_bytes_are_those_of_another_implementation(stored):
@@ -55,7 +56,7 @@ def test_bytes_are_those_of_another_implementation(stored):
 
 
 def test_values_are_the_bfloat16_ones_rounded(stored, folder):
-    """Weight by weight: what is read as floats is what is kept, and what the format makes of bfloat16."""
+    """What is read as floats is what is kept, and what the format makes of the bfloat16 weight."""
     exact, rounded = Checkpoint.open(folder), Checkpoint.open(stored)
     found = dict.fromkeys(STORED, 0)
     for name, weight in rounded.weights.items():
@@ -73,8 +74,8 @@ def test_values_are_the_bfloat16_ones_rounded(stored, folder):
 
 
 def test_what_is_kept_quantised(kept):
-    modules = kept.model.named_modules()
-    held = {name for name, module in modules if isinstance(getattr(module, "weight", None), Quantised)}
+    found = {name: getattr(module, "weight", None) for name, module in kept.model.named_modules()}
+    held = {name for name, weight in found.items() if isinstance(weight, Quantised)}
     wanted = set()
     for weight in names.weights(kept.config):
         if weight.storage in STORED:
@@ -92,7 +93,8 @@ def test_logits_of_stored_weights_are_those_of_their_values(kept, widened, fidel
     """Above fidelity 0 in float64 only: an ulp of float32 may flip a cache rounding, which this
     excited network amplifies."""
     ids, chunks = oracle.prompts()[300][:140], [100, 36, 1, 1, 1, 1]
-    a, b = (e.with_(fidelity=fidelity).logits(ids, prompt=136, chunks=chunks) for e in (kept, widened))
+    engines = [e.with_(fidelity=fidelity) for e in (kept, widened)]
+    a, b = (e.logits(ids, prompt=136, chunks=chunks) for e in engines)
     assert torch.isfinite(a).all()
     assert (a - b).abs().max() <= (1e-4 if kept.model.dtype == torch.float32 else 1e-10)
 

@@ -41,7 +41,8 @@ def narrow(x: torch.Tensor) -> torch.Tensor:
 
 def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
     tensors = {k: narrow(x).contiguous() for k, x in tensors.items()}
-    steps = {k: STEP for k, x in tensors.items() if x.dtype == torch.float32 and not k.endswith("/x")}
+    outputs = [k for k, x in tensors.items() if x.dtype == torch.float32 and not k.endswith("/x")]
+    steps = dict.fromkeys(outputs, STEP)
     packed = pack(tensors, steps)
     (HERE / f"{name}.xz").write_bytes(packed)
     print(f"{name}.xz {len(packed):,} bytes, {len(tensors)} tensors")
@@ -70,9 +71,10 @@ MODULES = (  # what ../components.xz does not have
 
 
 def modules(source: Path) -> None:
-    """Outputs of attention layers keep every fourth of their 301 rows, the MoE a third of its 96."""
+    """Attention outputs keep every fourth of their 301 rows, the MoE a third of its 96."""
     found = load_file(source / "components.safetensors")
-    rows = {k: slice(3, None, 4) for k in MODULES if k.startswith("attention/") and k.endswith("/out")}
+    long = [k for k in MODULES if k.startswith("attention/") and k.endswith("/out")]
+    rows = dict.fromkeys(long, slice(3, None, 4))
     rows |= {k: slice(0, None, 3) for k in ("moe/x", "moe/out")}
     save("modules", {k: found[k][rows.get(k, slice(None))] for k in MODULES})
 
