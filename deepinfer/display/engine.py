@@ -148,8 +148,9 @@ def _changed(eng: Engine) -> str:
 
 
 def _memory(eng: Engine) -> str:
+    rows: list[dict[str, Any]] = eng.memory.rows
     total = {"weights": 0, "cache": 0}
-    for row in eng.memory:
+    for row in rows:
         total[row["part"]] = total.get(row["part"], 0) + row["bytes"]
     cache = size(total["cache"]) if total["cache"] else "not made yet"
     return f"weights {size(total['weights'])} (shared), cache {cache}"
@@ -174,7 +175,8 @@ def _kinds(eng: Engine) -> str:
     from deepinfer import kernels
 
     kinds: dict[str, set[str]] = {}
-    for row in eng.kernels:
+    rows: list[dict[str, Any]] = eng.kernels.rows
+    for row in rows:
         kind = kernels.get(row["op"]).implementations[row["implementation"]].kind
         kinds.setdefault(kind, set()).add(row["op"])
     return ", ".join(f"{len(ops)} {kind}" for kind, ops in sorted(kinds.items()))

@@ -273,7 +273,7 @@ class Comparison:
             name: tuple(engine.approximate_slots) for name, engine in {"a": a, **engines}.items()
         }
         self._tokenizer = a._shared.tokenizer
-        self._clocks = [
+        self._clocks: list[dict[str, Any]] = [
             dict(
                 engine=n,
                 tokens=c.tokens,
@@ -387,13 +387,14 @@ class Comparison:
     def speed(self) -> Table:
         """Tokens/s of the greedy continuations, rows/s of the teacher-forced passes: one run each,
         on this machine and whatever else it was doing."""
-        lines = [
-            c | dict(
-                tokens_per_second=c["tokens"] / c["token_seconds"] if c["token_seconds"] else None,
-                rows_per_second=c["rows"] / c["row_seconds"] if c["row_seconds"] else None,
-            )
-            for c in self._clocks
-        ]  # fmt: skip
+        lines = []
+        for c in self._clocks:
+            row = {**c, "tokens_per_second": None, "rows_per_second": None}
+            if c["token_seconds"]:
+                row["tokens_per_second"] = c["tokens"] / c["token_seconds"]
+            if c["row_seconds"]:
+                row["rows_per_second"] = c["rows"] / c["row_seconds"]
+            lines.append(row)
         return Table(lines, title="speed, one run each", provenance=self._facts)
 
     def text(self, token: int) -> str:

@@ -45,7 +45,8 @@ class TracedTensor(Tensor):
     plain tensor. request, position, step: [rows] long; accepted: [rows] bool, False for rows of
     rejected drafts, of the drafter's own block, and of a step that failed."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     traced_name: str
     request: Tensor
