@@ -17,6 +17,7 @@ from deepinfer.engine import commit, step, teacher, weights
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.request import Completion, Completions, Request
 from deepinfer.engine.runtime import Runtime, Stats, cache_bytes
+from deepinfer.engine.scheduler import Schedule
 from deepinfer.engine.settings import (
     LATER,
     Changes,
@@ -350,12 +351,14 @@ class Engine:
         rt.scheduler.add(request)
         return request
 
-    @torch.no_grad()
     def _step(self) -> None:
-        rt = self.runtime
+        rt = self.runtime  # its storage is made outside inference mode, so anything may read it later
         schedule = rt.scheduler.schedule()
-        if schedule.kind == "idle":
-            return
+        if schedule.kind != "idle":
+            self._run(rt, schedule)
+
+    @torch.inference_mode()
+    def _run(self, rt: Runtime, schedule: Schedule) -> None:
         requests = [s.request for s in schedule.shares]
         try:
             result = step.run(rt, schedule, self._tap([r.id for r in requests]))
