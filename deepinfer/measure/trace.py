@@ -100,6 +100,8 @@ class Trace:
 
     # ------------------------------------------------------------------- what the engine calls
 
+    @torch.no_grad()
+    @torch.inference_mode(False)  # what is kept or edited is an ordinary tensor
     def see(self, name: str, x: Tensor, rows: RowSet, requests: Tensor, step: int) -> Tensor:
         """Called for every value of a step. requests: [b] request of each sequence. Returns x, or
         what the edit put in its place. Raises ValueError and TypeError for an edit of another shape
@@ -110,8 +112,9 @@ class Trace:
         where = Coordinates(name, request, rows.positions, step)
         if self._edit is not None:
             copy = x.clone()
+            before = copy._version
             changed = self._edit(copy, where)
-            if changed is None and copy._version:
+            if changed is None and copy._version != before:
                 raise ValueError(
                     f"edit of {name} changed its copy in place and returned None: return it"
                 )
