@@ -15,13 +15,18 @@ PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=10, ignore_eos=True) 
 VOCAB = 97
 
 
-def engine(**changes):
-    return small_engine(vocab=VOCAB, **{"max_model_len": 64, **changes})
+def engine(layout: str = "one layer", **changes):
+    return small_engine(layout, vocab=VOCAB, **{"max_model_len": 64, **changes})
 
 
 @pytest.fixture(scope="module")
 def clean():
     return engine().generate(PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return engine("2 and 1").generate(PROMPTS, PARAMS)
 
 
 def rows_of(at, request: int, position: int) -> torch.Tensor:
@@ -77,17 +82,17 @@ def test_logits_that_are_not_finite_end_their_own_request(clean, kind, drafts):
 
 @pytest.mark.parametrize("name", ["layers.0.in", "layers.1.attn.entries", "layers.2.attn.window_keys", "layers.3.ffn.out"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_broken_row_inside_the_stack_stays_in_its_request(clean, name, value):
+def test_a_broken_row_inside_the_stack_stays_in_its_request(deep, name, value):
     """A prompt row of request 1 inside a layer: whatever later rows see of it, batch mates see nothing,
     and the pages and slots that it leaves behind do no harm."""
-    eng = engine(max_num_seqs=3, num_pages=9)
+    eng = engine("2 and 1", max_num_seqs=3, num_pages=9)
     with eng.trace(name, edit=edit_row(1, 15, lambda row: torch.full_like(row, value))):
         got = eng.generate(PROMPTS, PARAMS)
     assert isinstance(got[1].error, ArithmeticError)
-    for _ in range(4):  # freed pages and slots come round again
-        assert [got[i].token_ids for i in (0, 2)] == [clean[i].token_ids for i in (0, 2)]
+    for _ in range(2):  # freed pages and slots come round again
+        assert [got[i].token_ids for i in (0, 2)] == [deep[i].token_ids for i in (0, 2)]
         got = eng.generate(PROMPTS, PARAMS)
-        assert got[1].token_ids == clean[1].token_ids
+        assert got[1].token_ids == deep[1].token_ids
     check_empty(eng)
 
 
@@ -132,6 +137,17 @@ def test_a_prompt_row_that_is_not_finite_is_no_log_probability():
     check_empty(eng)
 
 
+def test_traced_values_are_ordinary_tensors():
+    """They can be used in a computation with gradients, whatever mode the engine runs in."""
+    eng = engine()
+    with eng.trace("logits", edit=lambda x, at: None) as t:
+        eng.generate(PROMPTS[0], max_tokens=2)
+    seen = t["logits"].as_subclass(torch.Tensor)
+    scale = torch.ones((), requires_grad=True)
+    (seen * scale).sum().backward()
+    assert scale.grad.isfinite()
+
+
 # --------------------------------------------------------------------------- faults inside a step
 
 
@@ -154,7 +170,7 @@ def test_an_interrupt_in_step_3_of_10(clean, error, name):
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
-@pytest.mark.parametrize("name", ["layers.2.attn.out", "logits", "mtp.base", "mtp.0.ffn.out"])
+@pytest.mark.parametrize("name", ["layers.0.attn.out", "logits", "mtp.base", "mtp.0.ffn.out"])
 def test_a_step_that_failed_can_be_run_again(clean, name, rule):
     """With the loop by hand nothing is aborted: the next step goes on, to the same text."""
     eng = engine(verifier=Fixed(3, rule=rule))

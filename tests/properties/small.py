@@ -89,9 +89,9 @@ def base_engine(layout: str, vocab: int | None, seed: int, dtype: str) -> Engine
     return Engine(loaded, EngineConfig(max_model_len=512, max_num_seqs=4), slots)
 
 
-def small_engine(layout: str = "2 and 1", *, vocab=None, seed: int = 0, dtype="float64", **changes) -> Engine:
-    """An engine of its own over shared small weights; changes as of `Engine.with_`, seed of weights."""
-    return base_engine(layout, vocab, seed, dtype).with_(**changes)
+def small_engine(layout: str = "2 and 1", *, vocab=None, weights_seed=0, dtype="float64", **changes) -> Engine:
+    """An engine of its own over shared small weights; changes as of `Engine.with_`."""
+    return base_engine(layout, vocab, weights_seed, dtype).with_(**changes)
 
 
 def stream(n: int, seed: int, low: int = 8, high: int = 900, period: int | None = None) -> list[int]:
