@@ -104,7 +104,8 @@ def _texts(output: nbformat.NotebookNode) -> list[str]:
     """The texts of an output but for its images, whose base64 may look like anything."""
     data = {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
     plain = [v if isinstance(v, str) else json.dumps(v) for v in data.values()]
-    return [*plain, output.get("text", ""), output.get("evalue", "")]
+    frames = "\n".join(output.get("traceback", ()))
+    return [*plain, output.get("text", ""), output.get("evalue", ""), frames]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

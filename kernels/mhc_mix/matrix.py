@@ -16,6 +16,8 @@ import torch
 
 from ..numerics import acc_dtype, unless_plain_cpu
 
+BLOCK = 512  # rows whose products stay in cache, and below the size at which BLAS takes threads
+
 
 def supports(streams, fn, base, scale, **_) -> str | None:
     return unless_plain_cpu(streams, fn, base, scale)
@@ -38,7 +40,9 @@ def _mix(streams, fn, base, scale, iters, norm_eps, hc_eps):
     gates = z[:, : 2 * m]
     np.maximum(gates, -80, out=gates)  # exp(80) is finite, and 1 + exp(80) far past any precision
     gates = 1 / (1 + np.exp(-gates))
-    comb = torch.from_numpy(sinkhorn(z[:, 2 * m :].reshape(t, m, m), iters, hc_eps))
+    logits = z[:, 2 * m :].reshape(t, m, m)
+    blocks = [sinkhorn(logits[i : i + BLOCK], iters, hc_eps) for i in range(0, max(t, 1), BLOCK)]
+    comb = torch.from_numpy(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
     pre, post = gates[:, :m] + gates.dtype.type(hc_eps), gates[:, m:] * 2
     return torch.from_numpy(pre), torch.from_numpy(post), comb
 
