@@ -48,21 +48,34 @@ class Compressor(nn.Module):
         ring = None if ctx.cache is None else ctx.cache.groups[self.layer]
         records = ctx.records(ring, token)
         stored = ring.count if ring is not None and ctx.batch.has_history else 0
-        back = torch.arange(self.ratio - 1, -1, -1, device=token.device)
-        at = keys.positions[:, None] - back
-        owner = keys.owner
-        start = keys.start[owner][:, None]
-        places = stored + keys.first[owner][:, None] + at - start
-        valid = (at >= 0) & (keys.seq >= 0)[:, None]
-        if stored:
-            old = ring_places(ctx.batch.state[owner][:, None], at, ctx.cache.group_ring)
-            places = torch.where(at >= start, places, old)
-        else:
-            valid = valid & (at >= start)
-        groups = records.gather(places.masked_fill(~valid, -1))
+        places = ctx.once(
+            ("group places", id(keys), self.ratio), lambda: group_places(ctx, keys, self.ratio, stored)
+        )
+        groups = records.gather(places)
         if ring is not None:
-            ring.write(last_rows_places(ctx.batch, keys, ctx.cache.group_ring), token)
+            last = ctx.once(
+                ("group writes", id(keys)),
+                lambda: last_rows_places(ctx.batch, keys, ctx.cache.group_ring),
+            )
+            ring.write(last, token)
         return groups
+
+
+def group_places(ctx: ForwardContext, keys: RowSet, ratio: int, stored: int) -> Tensor:
+    """[t, r] places of the r tokens that end at each row: `stored` ring records, then own rows; -1
+    before the start of a sequence, and below the first own row where there is no ring."""
+    back = torch.arange(ratio - 1, -1, -1, device=keys.positions.device)
+    at = keys.positions[:, None] - back
+    owner = keys.owner
+    start = keys.start[owner][:, None]
+    places = stored + keys.first[owner][:, None] + at - start
+    valid = (at >= 0) & (keys.seq >= 0)[:, None]
+    if stored:
+        old = ring_places(ctx.batch.state[owner][:, None], at, ctx.cache.group_ring)
+        places = torch.where(at >= start, places, old)
+    else:
+        valid = valid & (at >= start)
+    return places.masked_fill(~valid, -1)
 
 
 def closes(keys: RowSet, ratio: int) -> Tensor:

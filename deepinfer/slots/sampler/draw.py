@@ -36,6 +36,8 @@ def draw_by_weight(probs: Tensor, keys: RowKeys, purpose: rng.Purpose) -> Tensor
     caller has to know such rows (Dist.finite). A token of weight 0 is never drawn.
     """
     t, v = probs.shape
+    if probs.device.type == "cpu" and t and bool((probs.count_nonzero(-1) == 1).all()):
+        return probs.argmax(-1)  # greedy rows: nothing to draw (elsewhere a look would wait)
     lanes = LANES if v >= LARGE_VOCAB else 1 << (v - 1).bit_length()
     weights = (probs.to(torch.float64) * WEIGHT).long()
     columns = -(-v // lanes)
