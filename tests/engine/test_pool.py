@@ -185,6 +185,6 @@ def test_random_operations_with_drafts(drafts, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 8))
+@pytest.mark.parametrize("seed", [3, 5])
 def test_random_operations_at_length(seed):
     walk(seed, 2000, num_pages=6 + seed, max_num_seqs=2 + seed % 3, verifier=Fixed(seed % 6))

@@ -5,12 +5,14 @@ import functools
 
 import pytest
 import torch
+from deepinfer import kernels
 from deepinfer.engine.engine import Engine
+from deepinfer.slots.attention import CSA2
 from deepinfer.slots.verifier import Fixed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from properties.serial import Oracle, Place, Sequence, advance, check_block, check_rows
+from properties.serial import TOLERANCE, Oracle, Place, Sequence, advance, check_block, check_rows
 from properties.small import DRAFTS, LAYOUTS, RING, WINDOW, poison, small_engine, stream
 
 LONGEST = 3 * WINDOW + 14
@@ -87,7 +89,9 @@ QUICK = dict(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("model", [*LAYOUTS, "tiny"])
-@settings(max_examples=9, **QUICK)
+@settings(max_examples=8, **QUICK)
+@example(batch=[(0, [0], [(3, 1)])], packed=False, padding=1, idle=False)  # padding, and no history
+@example(batch=[(0, [0, 1], [])], packed=False, padding=0, idle=False)  # a step of no rows
 @given(batch=batches, packed=st.booleans(), padding=st.integers(0, 3), idle=st.booleans())
 def test_any_way_is_serial(model, batch, packed, padding, idle):
     run(model, packed, batch, padding, idle)
@@ -133,9 +137,29 @@ def test_every_accept_count_at_every_place(model):
         s.place.give(rt)
 
 
+SETTINGS = [
+    dict(verifier="off"), dict(fidelity=0), dict(fidelity=2), dict(fidelity=2, packed_cache=True),
+    dict(attention="dense"), dict(attention=CSA2(topk=3)), dict(page_size=4), dict(page_size=48),
+    dict(page_size=4, packed_cache=True), dict(kernels={op: "reference" for op in kernels.names()}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=lambda c: "-".join(c))
+def test_chunks_and_decoding_agree_under_every_setting(changes):
+    """Teacher-forced logits in one piece, in chunks, behind a prompt and one by one."""
+    layout = "4 and 2 and 1"
+    eng = small_engine(layout, **{"verifier": Fixed(DRAFTS), **changes})
+    ids = stream(2 * WINDOW + 3, 8)
+    serial = eng.logits(ids, prompt=1, chunks=[1] * len(ids))
+    for prompt, chunks in ((None, None), (17, [7, 10, 1, 1, 6, 6, 4]), (1, [1, 0, 34])):
+        torch.testing.assert_close(eng.logits(ids, prompt=prompt, chunks=chunks), serial, **TOLERANCE)
+    if "attention" in changes:  # the setting is not ignored
+        assert (serial - small_engine(layout).logits(ids)).abs().max() > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*LAYOUTS, "tiny"])
-@settings(max_examples=150, **QUICK)
+@settings(max_examples=30, **QUICK)
 @given(batch=batches, packed=st.booleans(), padding=st.integers(0, 3), idle=st.booleans())
 def test_any_way_is_serial_at_length(model, batch, packed, padding, idle):
     run(model, packed, batch, padding, idle)
