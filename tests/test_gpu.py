@@ -60,3 +60,14 @@ def test_bfloat16_is_the_default_and_finite():
     assert all(len(c.token_ids) for c in out)
     assert eng.memory.to_json()
     assert all(r.stored.is_cuda for r in eng.runtime.cache.windows)
+
+
+def test_expected_numbers_hold_on_the_device(tmp_path):
+    """Logits of the independent implementations, in float32 at fidelity 0 (no TF32)."""
+    import oracle
+
+    folder = oracle.write_checkpoint(tmp_path / "bf16")
+    eng = Engine.from_pretrained(str(folder), device="cuda", dtype="float32", fidelity=0)
+    for n in (5, 129):
+        got = eng.logits(oracle.prompts()[n]).cpu()
+        assert (got - oracle.numbers("logits")[f"logits/{n}"]).abs().max() <= 1e-4
