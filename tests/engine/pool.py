@@ -2,14 +2,17 @@
 
 
 def check(eng) -> None:
-    """Free and held make up each pool; what is held belongs to running requests, to each its own."""
+    """Free and held make up each pool; what is held belongs to running requests, each its own."""
     rt = eng.runtime
     running = [r for r in eng.requests.values() if r.state == "running"]
     waiting = [r for r in eng.requests.values() if r.state == "waiting"]
-    assert running == sorted(rt.scheduler.running, key=lambda r: r.id) and waiting == list(rt.scheduler.waiting)
+    assert running == sorted(rt.scheduler.running, key=lambda r: r.id) and waiting == list(
+        rt.scheduler.waiting
+    )
     assert len(running) <= rt.limits.seqs
     for pool, held in (
-        (rt.pages, [p for r in running for p in r.pages]), (rt.states, [r.slot for r in running])
+        (rt.pages, [p for r in running for p in r.pages]),
+        (rt.states, [r.slot for r in running]),
     ):
         assert len(held) == len(set(held)) and 0 not in held
         assert set(held) == set(range(1, pool.size + 1)) - set(pool._free)

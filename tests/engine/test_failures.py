@@ -11,7 +11,9 @@ from engine.pool import check, check_empty
 from properties.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (5, 19, 12)]
-PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=10, ignore_eos=True) for t in (0.0, 1.0, 0.7)]
+PARAMS = [
+    SamplingParams(temperature=t, seed=4, max_tokens=10, ignore_eos=True) for t in (0.0, 1.0, 0.7)
+]
 VOCAB = 97
 
 
@@ -55,8 +57,11 @@ def put(value: float, place: int):
 # ----------------------------------------------------------------------- rows that are not finite
 
 BROKEN = {
-    "NaN first": put(torch.nan, 0), "NaN inside": put(torch.nan, 48), "NaN last": put(torch.nan, 96),
-    "+inf": put(torch.inf, 3), "all -inf": lambda row: torch.full_like(row, -torch.inf),
+    "NaN first": put(torch.nan, 0),
+    "NaN inside": put(torch.nan, 48),
+    "NaN last": put(torch.nan, 96),
+    "+inf": put(torch.inf, 3),
+    "all -inf": lambda row: torch.full_like(row, -torch.inf),
     "all NaN": lambda row: torch.full_like(row, torch.nan),
 }
 
@@ -71,7 +76,12 @@ def test_logits_that_are_not_finite_end_their_own_request(clean, kind, drafts):
     assert isinstance(got[1].error, ArithmeticError) and got[1].finish_reason == "error"
     assert got[1].token_ids == clean[1].token_ids[:4] and len(got[1].logprobs) == 4
     words = str(got[1].error)
-    assert "request 1" in words and "step " in words and "row " in words and "output position 4" in words
+    assert (
+        "request 1" in words
+        and "step " in words
+        and "row " in words
+        and "output position 4" in words
+    )
     for i in (0, 2):
         assert got[i].error is None and got[i].token_ids == clean[i].token_ids
         assert got[i].logprobs == pytest.approx(clean[i].logprobs, abs=1e-9)
@@ -80,11 +90,14 @@ def test_logits_that_are_not_finite_end_their_own_request(clean, kind, drafts):
     assert [c.token_ids for c in again] == [c.token_ids for c in clean]
 
 
-@pytest.mark.parametrize("name", ["layers.0.in", "layers.1.attn.entries", "layers.2.attn.window_keys", "layers.3.ffn.out"])
+@pytest.mark.parametrize(
+    "name",
+    ["layers.0.in", "layers.1.attn.entries", "layers.2.attn.window_keys", "layers.3.ffn.out"],
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_broken_row_inside_the_stack_stays_in_its_request(deep, name, value):
-    """A prompt row of request 1 inside a layer: whatever later rows see of it, batch mates see nothing,
-    and the pages and slots that it leaves behind do no harm."""
+    """A prompt row of request 1 inside a layer: whatever later rows see of it, batch mates see
+    nothing, and the pages and slots that it leaves behind do no harm."""
     eng = engine("2 and 1", max_num_seqs=3, num_pages=9)
     with eng.trace(name, edit=edit_row(1, 15, lambda row: torch.full_like(row, value))):
         got = eng.generate(PROMPTS, PARAMS)
@@ -97,7 +110,7 @@ def test_a_broken_row_inside_the_stack_stays_in_its_request(deep, name, value):
 
 
 def test_minus_infinity_is_a_mask():
-    """A token that is -inf everywhere is never drawn; log-probabilities of the others stay finite."""
+    """A token that is -inf everywhere is never drawn; the others' log-probabilities stay finite."""
     eng = engine()
     with eng.trace("logits", edit=lambda x, at: x.index_fill(1, torch.arange(0, 90), -torch.inf)):
         got = eng.generate(PROMPTS, max_tokens=20, seed=1, ignore_eos=True).raise_for_errors()
@@ -124,7 +137,9 @@ def test_a_broken_row_of_a_rejected_draft_means_nothing(clean):
 
     with eng.trace("logits", "mtp.base", edit=edit):
         got = eng.generate(PROMPTS, PARAMS)
-    assert [c.token_ids for c in got] == [c.token_ids for c in clean] and not any(c.error for c in got)
+    assert [c.token_ids for c in got] == [c.token_ids for c in clean] and not any(
+        c.error for c in got
+    )
     assert eng.stats.acceptance == 0 and sum(eng.stats.drafted.values()) > 30
 
 
@@ -174,7 +189,9 @@ def test_an_interrupt_in_step_3_of_10(clean, error, name):
 def test_a_step_that_failed_can_be_run_again(clean, name, rule):
     """With the loop by hand nothing is aborted: the next step goes on, to the same text."""
     eng = engine(verifier=Fixed(3, rule=rule))
-    want = clean if rule == "match" else engine(verifier=Fixed(3, rule=rule)).generate(PROMPTS, PARAMS)
+    want = (
+        clean if rule == "match" else engine(verifier=Fixed(3, rule=rule)).generate(PROMPTS, PARAMS)
+    )
     for p, q in zip(PROMPTS, PARAMS):
         eng.add(p, q)
     done, failed = [], []
@@ -202,7 +219,7 @@ def test_a_step_that_failed_can_be_run_again(clean, name, rule):
 
 
 def test_a_draft_of_another_place_is_never_verified():
-    """Where the drafter failed, the next step verifies nothing: not the draft of the step before."""
+    """Where the drafter failed, the next step verifies nothing, not an older draft."""
     eng = engine(verifier=Fixed(3))
     number = eng.add(PROMPTS[0], PARAMS[0])
     eng.step()
@@ -271,7 +288,9 @@ def test_a_stream_is_generate_token_by_token(clean):
         assert [t.logprob for t in tokens] == pytest.approx(clean[i].logprobs, abs=1e-9)
     text = small_engine(verifier=Fixed(2))
     (want,) = text.generate("The walk of a token", max_tokens=16, seed=2)
-    assert "".join(t.text for t in text.stream("The walk of a token", max_tokens=16, seed=2)) == "".join(want.pieces)
+    assert "".join(
+        t.text for t in text.stream("The walk of a token", max_tokens=16, seed=2)
+    ) == "".join(want.pieces)
     check_empty(eng)
 
 

@@ -1,4 +1,4 @@
-"""Engines come and go: nothing is shared but weights, nothing is left behind, nothing is misheard."""
+"""Engines come and go: nothing is shared but weights, and nothing is left behind."""
 
 import gc
 
@@ -79,8 +79,13 @@ def test_closing():
     eng.close()
     assert sum(r["bytes"] for r in eng.memory.rows if r["part"] == "cache") == 0
     for use in (
-        lambda: eng.generate(PROMPT), lambda: eng.add(PROMPT), lambda: eng.stream(PROMPT), lambda: eng.step(),
-        lambda: eng.logits(PROMPT), lambda: eng.score([PROMPT]), lambda: next(tokens),
+        lambda: eng.generate(PROMPT),
+        lambda: eng.add(PROMPT),
+        lambda: eng.stream(PROMPT),
+        lambda: eng.step(),
+        lambda: eng.logits(PROMPT),
+        lambda: eng.score([PROMPT]),
+        lambda: next(tokens),
     ):
         with pytest.raises(RuntimeError, match="closed: make another, or eng.with_"):
             use()
@@ -93,7 +98,9 @@ def test_closing():
 
 def test_an_engine_costs_nothing_until_it_runs():
     eng = engine(max_model_len=100_000, max_num_seqs=1000)
-    assert eng._runtime is None and eng.stats.steps == 0 and eng.unfinished == 0 and eng.requests == {}
+    assert (
+        eng._runtime is None and eng.stats.steps == 0 and eng.unfinished == 0 and eng.requests == {}
+    )
     assert eng.exact and "one layer" in repr(eng)
     assert eng._runtime is None
 
@@ -106,7 +113,9 @@ def test_two_engines_share_nothing_but_weights():
     makers = [
         lambda: engine(verifier=Fixed(2)),
         lambda: engine(kernels={"sparse_attend": "reference"}, page_size=8, max_num_seqs=2),
-        lambda: small_engine("4 and 2 and 1", vocab=97, attention=CSA2(topk=3), max_num_batched_tokens=3),
+        lambda: small_engine(
+            "4 and 2 and 1", vocab=97, attention=CSA2(topk=3), max_num_batched_tokens=3
+        ),
         lambda: small_engine("2 and 1", vocab=97, seed=5, weights_seed=5, packed_cache=True),
     ]
     alone = [make().generate([PROMPT, PROMPT[:4]], max_tokens=6) for make in makers]
@@ -176,12 +185,20 @@ def test_stats_are_of_one_engine():
 
 def test_with_refuses_another_copy_of_the_weights():
     for name, value in (("device", "cpu"), ("dtype", "float32")):
-        with pytest.raises(ValueError, match=rf"with_\({name}=...\).*copy.*from_pretrained\(..., {name}=...\)"):
+        with pytest.raises(
+            ValueError, match=rf"with_\({name}=...\).*copy.*from_pretrained\(..., {name}=...\)"
+        ):
             engine().with_(**{name: value})
 
 
 @pytest.mark.parametrize(
-    "wrong, right", [("verifer", "verifier"), ("max_model_length", "max_model_len"), ("atention", "attention"), ("num_page", "num_pages")]
+    "wrong, right",
+    [
+        ("verifer", "verifier"),
+        ("max_model_length", "max_model_len"),
+        ("atention", "attention"),
+        ("num_page", "num_pages"),
+    ],
 )
 def test_an_unknown_keyword_is_refused_with_the_nearest(wrong, right):
     for make in (engine, Engine.tiny, lambda **k: Engine.from_pretrained("/nowhere", **k)):
@@ -200,13 +217,20 @@ def test_what_is_not_there_yet_is_refused_by_name(name):
 @pytest.mark.parametrize(
     "bad, words",
     [
-        (dict(page_size=3), "page_size=3 is no multiple of compress ratio 2"), (dict(page_size=0), "page_size"),
-        (dict(num_pages=0), "num_pages"), (dict(max_num_seqs=0), "max_num_seqs"), (dict(max_model_len=0), "max_model_len"),
-        (dict(fidelity=3), "fidelity"), (dict(seed=-1), "seed"), (dict(verifier=Fixed(6)), r"Fixed\(6\).*at most 5"),
-        (dict(kernels={"topk": "refrence"}), "did you mean 'reference'"), (dict(kernels={"topkk": "reference"}), "no op 'topkk'.*'topk'"),
-        (dict(sampler="philoxx"), "philox"), (dict(attention=Philox()), "attention"),
+        (dict(page_size=3), "page_size=3 is no multiple of compress ratio 2"),
+        (dict(page_size=0), "page_size"),
+        (dict(num_pages=0), "num_pages"),
+        (dict(max_num_seqs=0), "max_num_seqs"),
+        (dict(max_model_len=0), "max_model_len"),
+        (dict(fidelity=3), "fidelity"),
+        (dict(seed=-1), "seed"),
+        (dict(verifier=Fixed(6)), r"Fixed\(6\).*at most 5"),
+        (dict(kernels={"topk": "refrence"}), "did you mean 'reference'"),
+        (dict(kernels={"topkk": "reference"}), "no op 'topkk'.*'topk'"),
+        (dict(sampler="philoxx"), "philox"),
+        (dict(attention=Philox()), "attention"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_does_not_fit_says_so(bad, words):
     with pytest.raises((ValueError, TypeError, KeyError), match=words):
         small_engine("2 and 1", vocab=97, **bad).generate(PROMPT, max_tokens=1)

@@ -14,7 +14,9 @@ PROMPT = stream(9, 4, high=90)
 
 
 def engine(**changes):
-    return small_engine("one layer", vocab=VOCAB, **{"max_model_len": 64, "max_num_seqs": 8, **changes})
+    return small_engine(
+        "one layer", vocab=VOCAB, **{"max_model_len": 64, "max_num_seqs": 8, **changes}
+    )
 
 
 def texts(out) -> list[tuple[int, ...]]:
@@ -38,7 +40,7 @@ def test_seeds_in_a_batch_are_those_alone(drafts):
 
 
 def test_unseeded_requests_follow_the_seed_of_the_engine():
-    """Same engine seed, same texts, request by request; another seed, other texts; never a repeat."""
+    """Same engine seed, same texts, request by request; another seed, others; no repeat."""
     runs = [texts(engine(seed=s).generate([PROMPT] * 6, max_tokens=16)) for s in (0, 0, 1)]
     assert runs[0] == runs[1] and len(set(runs[0] + runs[2])) == 12
     one_by_one = engine(seed=0)
@@ -60,7 +62,10 @@ def test_a_seed_gives_its_text_whatever_came_before():
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_every_seed_of_64_bits_counts(seed):
     eng = engine()
-    near = {s % 2**64: texts(eng.generate(PROMPT, seed=s % 2**64, max_tokens=16))[0] for s in (seed, seed ^ 1, seed ^ 2**40)}
+    near = {
+        s % 2**64: texts(eng.generate(PROMPT, seed=s % 2**64, max_tokens=16))[0]
+        for s in (seed, seed ^ 1, seed ^ 2**40)
+    }
     assert len(set(near.values())) == len(near) == 3
 
 
@@ -68,11 +73,17 @@ def test_every_seed_of_64_bits_counts(seed):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("setting", [dict(temperature=0.0), dict(temperature=0.7, top_p=0.8, seed=1)], ids=["greedy", "T0.7"])
+@pytest.mark.parametrize(
+    "setting",
+    [dict(temperature=0.0), dict(temperature=0.7, top_p=0.8, seed=1)],
+    ids=["greedy", "T0.7"],
+)
 def test_log_probabilities_are_those_of_the_logits(setting, drafts):
-    """At temperature 1 without filters, of the token itself, of the most likely ones, of the prompt."""
+    """At temperature 1 without filters, of the token, of the most likely ones, of the prompt."""
     eng = engine(verifier=Fixed(drafts))
-    (c,) = eng.generate(PROMPT, max_tokens=12, top_logprobs=5, prompt_logprobs=True, ignore_eos=True, **setting)
+    (c,) = eng.generate(
+        PROMPT, max_tokens=12, top_logprobs=5, prompt_logprobs=True, ignore_eos=True, **setting
+    )
     want = eng.logits([*PROMPT, *c.token_ids]).log_softmax(-1)
     n = len(PROMPT)
     assert len(c.token_ids) == len(c.logprobs) == len(c.top_logprobs) == len(c.steps) == 12
@@ -80,17 +91,24 @@ def test_log_probabilities_are_those_of_the_logits(setting, drafts):
         row = want[n - 1 + i]
         assert lp == pytest.approx(float(row[token]), abs=1e-9) and lp <= 0
         values, ids = row.topk(5)
-        assert list(top) == ids.tolist() and list(top.values()) == pytest.approx(values.tolist(), abs=1e-9)
+        assert list(top) == ids.tolist() and list(top.values()) == pytest.approx(
+            values.tolist(), abs=1e-9
+        )
         assert sum(torch.tensor(list(top.values())).exp()) <= 1 + 1e-9
     assert c.prompt_logprobs[0] is None and len(c.prompt_logprobs) == n
-    assert list(c.prompt_logprobs[1:]) == pytest.approx([float(want[p - 1, PROMPT[p]]) for p in range(1, n)], abs=1e-9)
+    assert list(c.prompt_logprobs[1:]) == pytest.approx(
+        [float(want[p - 1, PROMPT[p]]) for p in range(1, n)], abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("rows", [None, 1, 4, 8])
 def test_prompt_log_probabilities_in_any_chunks(rows):
     """Beside a request that wants none; the first entry is None, twice the same array."""
     eng = engine(max_num_batched_tokens=rows)
-    each = [SamplingParams(prompt_logprobs=w, max_tokens=3, temperature=0.0) for w in (False, True, True)]
+    each = [
+        SamplingParams(prompt_logprobs=w, max_tokens=3, temperature=0.0)
+        for w in (False, True, True)
+    ]
     out = eng.generate([PROMPT, PROMPT, PROMPT[:1]], each).raise_for_errors()
     want = eng.logits(PROMPT).log_softmax(-1)
     assert out[0].prompt_logprobs == () and out[2].prompt_logprobs == (None,)
@@ -130,7 +148,9 @@ class Scripted(Philox):
 
     def draw(self, dist, keys):
         tokens = torch.tensor([self.script[p] for p in keys.position.tolist()], dtype=torch.long)
-        return type(super().draw(dist, keys))(tokens, dist.logprobs.gather(-1, tokens[:, None])[:, 0])
+        return type(super().draw(dist, keys))(
+            tokens, dist.logprobs.gather(-1, tokens[:, None])[:, 0]
+        )
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 5])
@@ -174,6 +194,8 @@ def test_what_a_completion_says_adds_up():
     assert c.text == eng.decode(c.token_ids)
     assert eng.encode("The walk of a token") == list(c.prompt_token_ids)
     rows = c.table().rows
-    assert [r["id"] for r in rows] == list(c.token_ids) and [r["position"] for r in rows] == list(range(12))
+    assert [r["id"] for r in rows] == list(c.token_ids) and [r["position"] for r in rows] == list(
+        range(12)
+    )
     assert c.accepted_drafts == sum(s.source == "draft" for s in c.steps)
     assert [s.step for s in c.steps] == sorted(s.step for s in c.steps)

@@ -16,7 +16,9 @@ VOCAB = 97
 
 
 def engine(**changes):
-    return small_engine("one layer", vocab=VOCAB, **{"max_model_len": 64, "page_size": 8, **changes})
+    return small_engine(
+        "one layer", vocab=VOCAB, **{"max_model_len": 64, "page_size": 8, **changes}
+    )
 
 
 # ---------------------------------------------------------------------------------------- the pool
@@ -35,7 +37,9 @@ def test_free_and_held_make_up_the_pool(size, moves):
             back, held = held[:n], held[n:]
             pool.give(back)
             for number in back[:1]:
-                with pytest.raises(RuntimeError, match=f"things {number} is given back but is not held"):
+                with pytest.raises(
+                    RuntimeError, match=f"things {number} is given back but is not held"
+                ):
                     pool.give([number])
         assert pool.free + len(held) == size and len(set(held)) == len(held)
         assert set(held) <= set(range(1, size + 1)) and 0 not in pool._free
@@ -45,9 +49,12 @@ def test_free_and_held_make_up_the_pool(size, moves):
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
-@pytest.mark.parametrize("changes", [dict(num_pages=6), dict(max_num_seqs=1), dict(num_pages=9, max_num_batched_tokens=3)])
+@pytest.mark.parametrize(
+    "changes",
+    [dict(num_pages=6), dict(max_num_seqs=1), dict(num_pages=9, max_num_batched_tokens=3)],
+)
 def test_a_pool_too_small_for_all_finishes_all_in_order(changes, drafts):
-    """First come, first served: a small request behind a large one waits; texts are those of a big pool."""
+    """First come, first served: small ones wait behind large ones, texts are those of a big pool."""
     lengths = [20, 3, 17, 1, 9, 25, 2]
     prompts = [stream(n, 50 + n, high=90) for n in lengths]
     each = [SamplingParams(seed=i, max_tokens=6 + i, ignore_eos=True) for i in range(7)]
@@ -58,11 +65,16 @@ def test_a_pool_too_small_for_all_finishes_all_in_order(changes, drafts):
     while eng.unfinished:
         done += eng.step()
         check(eng)
-        started += [r.id for r in eng.requests.values() if r.state == "running" and r.id not in started]
+        started += [
+            r.id for r in eng.requests.values() if r.state == "running" and r.id not in started
+        ]
     seen = [n for n in numbers if n in started]
     assert started == sorted(seen)  # admitted in order of arrival
     assert {c.index: c.token_ids for c in done} == dict(zip(numbers, want))
-    assert eng.generate(prompts, each).raise_for_errors() and [c.token_ids for c in eng.generate(prompts, each)] == want
+    assert (
+        eng.generate(prompts, each).raise_for_errors()
+        and [c.token_ids for c in eng.generate(prompts, each)] == want
+    )
     check_empty(eng)
 
 
@@ -85,11 +97,16 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=words):
         eng.generate(stream(9, 1, high=90), max_tokens=16)
     out = eng.generate([[5], stream(9, 1, high=90), [6]], max_tokens=16)
-    assert [c.error is None for c in out] == [True, False, True] and "needs 4 pages" in str(out[1].error)
+    assert [c.error is None for c in out] == [True, False, True] and "needs 4 pages" in str(
+        out[1].error
+    )
     drafting = engine(num_pages=3, verifier=Fixed(5))  # drafts are written past the last token
     with pytest.raises(ValueError, match="needs 4 pages"):
         drafting.generate(stream(9, 1, high=90), max_tokens=11)
-    assert len(drafting.generate(stream(9, 1, high=90), max_tokens=10, ignore_eos=True)[0].token_ids) == 10
+    assert (
+        len(drafting.generate(stream(9, 1, high=90), max_tokens=10, ignore_eos=True)[0].token_ids)
+        == 10
+    )
     check_empty(eng)
 
 
@@ -126,8 +143,8 @@ def prompt(kind: int) -> list[int]:
 
 
 def walk(seed: int, operations: int, **changes) -> None:
-    """Random add, step, abort, stream and teacher-forced calls; invariants after each, and each text
-    is what its request gives alone."""
+    """Random add, step, abort, stream and teacher-forced calls; invariants after each, and each
+    text is what its request gives alone."""
     chance, eng = random.Random(seed), engine(**changes)
     added: dict[int, tuple[int, int]] = {}
     streams: list[list] = []
@@ -137,10 +154,14 @@ def walk(seed: int, operations: int, **changes) -> None:
         assert c.finish_reason == "abort" or len(c.token_ids) == most
 
     for _ in range(operations):
-        move = chance.choices(["add", "step", "abort", "stream", "read", "close", "logits"], [20, 50, 6, 4, 14, 3, 3])[0]
+        move = chance.choices(
+            ["add", "step", "abort", "stream", "read", "close", "logits"], [20, 50, 6, 4, 14, 3, 3]
+        )[0]
         kind, most = chance.randrange(len(KINDS)), chance.randint(1, LONGEST)
         length, temperature = KINDS[kind]
-        params = SamplingParams(temperature=temperature, seed=kind, max_tokens=most, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, seed=kind, max_tokens=most, ignore_eos=True
+        )
         if move == "add" and len(added) < 12:
             added[eng.add(prompt(kind), params)] = kind, most
         elif move == "step":
@@ -158,7 +179,9 @@ def walk(seed: int, operations: int, **changes) -> None:
             token = next(tokens, None) if move == "read" else tokens.close()
             if token is None:
                 streams.remove(one)
-                assert tuple(got) == expected(of)[: len(got)] and (move == "close" or len(got) == upto)
+                assert tuple(got) == expected(of)[: len(got)] and (
+                    move == "close" or len(got) == upto
+                )
             else:
                 got.append(token.id)
         elif move == "logits" and eng.runtime.pages.free >= 2:

@@ -51,7 +51,13 @@ def test_ids_come_in_any_sequence(eng, text, kind):
 
 
 def test_prompts_come_in_any_collection(eng, text):
-    for prompts in ([IDS, IDS], (IDS, IDS), np.array([IDS, IDS]), torch.tensor([IDS, IDS]), (p for p in [IDS, IDS])):
+    for prompts in (
+        [IDS, IDS],
+        (IDS, IDS),
+        np.array([IDS, IDS]),
+        torch.tensor([IDS, IDS]),
+        (p for p in [IDS, IDS]),
+    ):
         assert [c.token_ids for c in eng.generate(prompts, **GREEDY)] == [text, text]
     assert eng.generate([], **GREEDY) == []
 
@@ -101,8 +107,16 @@ def test_a_bad_prompt_is_refused_at_the_call(eng, kind):
 def test_a_bad_prompt_in_a_batch_costs_itself_only(eng, text, kind):
     prompt = BAD[kind][0][0] if kind == "nested" else BAD[kind][0]
     out = eng.generate([IDS, prompt, IDS], **GREEDY)
-    assert [c.index for c in out] == [0, 1, 2] and [c.error is None for c in out] == [True, False, True]
-    assert isinstance(out[1].error, ValueError) and out[1].finish_reason == "error" and out[1].token_ids == ()
+    assert [c.index for c in out] == [0, 1, 2] and [c.error is None for c in out] == [
+        True,
+        False,
+        True,
+    ]
+    assert (
+        isinstance(out[1].error, ValueError)
+        and out[1].finish_reason == "error"
+        and out[1].token_ids == ()
+    )
     assert out[0].token_ids == out[2].token_ids == text
     with pytest.raises(RuntimeError, match="1 of 3 requests failed; the first is item 1"):
         out.raise_for_errors()
@@ -151,7 +165,13 @@ def test_lengths_up_to_the_limit():
 
 
 def test_bad_sampling_values_at_the_call(eng):
-    for bad in (dict(temperature=-1.0), dict(top_p=0.0), dict(top_k=0), dict(max_tokens=0), dict(seed=True)):
+    for bad in (
+        dict(temperature=-1.0),
+        dict(top_p=0.0),
+        dict(top_k=0),
+        dict(max_tokens=0),
+        dict(seed=True),
+    ):
         (name,) = bad
         for call in (eng.generate, eng.add, eng.stream):
             with pytest.raises(ValueError, match=name):
@@ -170,7 +190,10 @@ def test_bad_sampling_values_at_the_call(eng):
 
 def test_a_value_that_does_not_fit_the_engine_costs_its_item_only(eng, text):
     good = SamplingParams(**GREEDY)
-    bad = [dataclasses.replace(good, top_logprobs=98), dataclasses.replace(good, grammar={"type": "object"})]
+    bad = [
+        dataclasses.replace(good, top_logprobs=98),
+        dataclasses.replace(good, grammar={"type": "object"}),
+    ]
     out = eng.generate([IDS] * 4, [good, *bad, good])
     assert [c.error is None for c in out] == [True, False, False, True]
     assert "the vocabulary has 97" in str(out[1].error) and "grammar" in str(out[2].error)
@@ -190,7 +213,9 @@ def test_an_unexpected_error_while_adding_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="a bug"):
         eng.generate([IDS, IDS], each)
     check_empty(eng)
-    out = eng.generate([IDS, IDS], [each[0], SamplingParams(**GREEDY, grammar=TypeError("not a schema"))])
+    out = eng.generate(
+        [IDS, IDS], [each[0], SamplingParams(**GREEDY, grammar=TypeError("not a schema"))]
+    )
     assert out[0].error is None and "not a schema" in str(out[1].error)
 
 
@@ -202,5 +227,10 @@ def test_top_k_of_the_vocabulary_or_more_is_no_filter(eng, k):
 
 def test_filters_that_leave_one_token_are_greedy(eng):
     greedy = eng.generate(IDS, temperature=0.0, max_tokens=8)[0].token_ids
-    for one in (dict(top_k=1), dict(top_p=1e-9), dict(temperature=9e-6), dict(temperature=0.0, top_k=5, top_p=0.3)):
+    for one in (
+        dict(top_k=1),
+        dict(top_p=1e-9),
+        dict(temperature=9e-6),
+        dict(temperature=0.0, top_k=5, top_p=0.3),
+    ):
         assert eng.generate(IDS, **{"seed": 1, "max_tokens": 8, **one})[0].token_ids == greedy

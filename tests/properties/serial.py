@@ -55,7 +55,12 @@ def padded(batch: Batch, rows: int) -> Batch:
     positions, seq = more(batch.positions, 3), more(batch.seq, -1)
     rows_ = RowSet(positions, seq, batch.row_set.first, batch.row_set.start, None)
     return dataclasses.replace(
-        batch, ids=more(batch.ids, 9), positions=positions, seq=seq, lookback=more(batch.lookback, 5), row_set=rows_
+        batch,
+        ids=more(batch.ids, 9),
+        positions=positions,
+        seq=seq,
+        lookback=more(batch.lookback, 5),
+        row_set=rows_,
     )
 
 
@@ -70,7 +75,9 @@ def stored(rt: Runtime, place: Place, start: int, stop: int) -> dict[str, dict[i
 
     at = list(range(start, stop))
     for layer, records in enumerate(cache.windows):
-        read(f"window.{layer}", records, at, [place.state * cache.ring + p % cache.ring for p in at])
+        read(
+            f"window.{layer}", records, at, [place.state * cache.ring + p % cache.ring for p in at]
+        )
     for layer, records in cache.groups.items():
         size = cache.group_ring
         read(f"group.{layer}", records, at, [place.state * size + p % size for p in at])
@@ -131,12 +138,22 @@ class Sequence:
         drafts = [8 + (ids[(n + true + k) % len(ids)] + 1 + 7 * k) % 80 for k in range(junk)]
         if drafts and n + true < len(ids) and drafts[0] == ids[n + true]:
             drafts[0] += 1
-        return Work(ids[n : n + true] + drafts, n, ids[max(n - 3, 0) : n], self.place.pages, self.place.state)
+        return Work(
+            ids[n : n + true] + drafts,
+            n,
+            ids[max(n - 3, 0) : n],
+            self.place.pages,
+            self.place.state,
+        )
 
 
-def advance(rt: Runtime, moves: list[tuple[Sequence, int, int]], decode: bool, padding: int) -> None:
+def advance(
+    rt: Runtime, moves: list[tuple[Sequence, int, int]], decode: bool, padding: int
+) -> None:
     """One step: each sequence's true rows and rejected drafts. Compares the logits of true rows."""
-    logits = forward(rt, [s.work(true, junk) for s, true, junk in moves], decode, padding if decode else 0)
+    logits = forward(
+        rt, [s.work(true, junk) for s, true, junk in moves], decode, padding if decode else 0
+    )
     at = 0
     for s, true, junk in moves:
         for got, want in zip(logits[at : at + true], s.oracle.logits[s.length : s.length + true]):
@@ -161,7 +178,10 @@ def check_rows(rt: Runtime, s: Sequence) -> None:
         for number, row in rows.items():
             if number >= lowest:
                 torch.testing.assert_close(
-                    row, s.oracle.rows[name][number], **TOLERANCE, msg=lambda m: f"{name} {number} of {n}: {m}"
+                    row,
+                    s.oracle.rows[name][number],
+                    **TOLERANCE,
+                    msg=lambda m: f"{name} {number} of {n}: {m}",
                 )
 
 

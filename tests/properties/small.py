@@ -1,4 +1,4 @@
-"""Small models of many layouts, and what the laws about them need: streams of ids, garbage, pads."""
+"""Small models of many layouts, and what the laws about them need: ids, garbage in a cache."""
 
 from __future__ import annotations
 
@@ -33,28 +33,57 @@ ONE = {"one layer": ((1, 0), (0,), (0,), None)}  # the cheapest step, where numb
 
 
 def small_config(layout: str = "2 and 1", vocab: int | None = None, **changes) -> ModelConfig:
-    """A few layers and one draft layer. vocab: without n-gram memory and tokenizer, of that size."""
+    """A few layers and one draft layer. vocab: its size, without n-gram memory and tokenizer."""
     ratios, sources, index, candidates = {**LAYOUTS, **ONE}[layout]
     layers = len(ratios) - 1
     config = dataclasses.replace(
         tiny_config(quantised=False),
-        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, head_dim=32, q_lora_rank=32,
-        o_lora_rank=16, o_groups=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-        compress_ratios=(0,) * len(ratios), kv_source_layer_ids=(), index_source_layer_ids=(),
-        index_topk=8, candidate_source_layer_id=None, candidate_topk_blocks=4, candidate_block_size=4,
-        engram_layer_ids=(0,), engram_num_embeddings=(1,), engram_vocab_size=300,
-        num_nextn_predict_layers=1, dspark_target_layer_ids=tuple(sorted({layers // 2, layers - 1})), dspark_n_routed_experts=4,
-        sliding_window=WINDOW, dspark_block_size=DRAFTS,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        head_dim=32,
+        q_lora_rank=32,
+        o_lora_rank=16,
+        o_groups=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        compress_ratios=(0,) * len(ratios),
+        kv_source_layer_ids=(),
+        index_source_layer_ids=(),
+        index_topk=8,
+        candidate_source_layer_id=None,
+        candidate_topk_blocks=4,
+        candidate_block_size=4,
+        engram_layer_ids=(0,),
+        engram_num_embeddings=(1,),
+        engram_vocab_size=300,
+        num_nextn_predict_layers=1,
+        dspark_target_layer_ids=tuple(sorted({layers // 2, layers - 1})),
+        dspark_n_routed_experts=4,
+        sliding_window=WINDOW,
+        dspark_block_size=DRAFTS,
     )
     if vocab is None:
         changes = {"engram_num_embeddings": tuple(table_rows(config).values()), **changes}
     else:
         special = dict(image_token_id=vocab - 1, dspark_noise_token_id=vocab - 2)
-        changes = {**special, "vocab_size": vocab, "engram_layer_ids": (), "engram_num_embeddings": (), **changes}
+        changes = {
+            **special,
+            "vocab_size": vocab,
+            "engram_layer_ids": (),
+            "engram_num_embeddings": (),
+            **changes,
+        }
     config = dataclasses.replace(config, **changes)
     # Set past the checks: the released model has ratios 1 and 2, the code is held to any.
     for name, value in zip(
-        ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id"),
+        (
+            "compress_ratios",
+            "kv_source_layer_ids",
+            "index_source_layer_ids",
+            "candidate_source_layer_id",
+        ),
         (ratios, sources, index, candidates),
     ):
         object.__setattr__(config, name, value)
@@ -83,18 +112,32 @@ def base_engine(layout: str, vocab: int | None, seed: int, dtype: str) -> Engine
     state = {w.name: draw(seed, w.name, w.shape) for w in names.weights(config)}
     checkpoint = MemoryCheckpoint(config, state, tiny_tokenizer() if vocab is None else None)
     loaded = weights.from_checkpoint(
-        checkpoint, dtype=getattr(torch, dtype), device=torch.device("cpu"), source=f"small({layout})"
+        checkpoint,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cpu"),
+        source=f"small({layout})",
     )
-    slots = dict(attention="csa2", experts="local", verifier="off", replay="exact", sampler="philox", grammar="none")
+    slots = dict(
+        attention="csa2",
+        experts="local",
+        verifier="off",
+        replay="exact",
+        sampler="philox",
+        grammar="none",
+    )
     return Engine(loaded, EngineConfig(max_model_len=512, max_num_seqs=4), slots)
 
 
-def small_engine(layout: str = "2 and 1", *, vocab=None, weights_seed=0, dtype="float64", **changes) -> Engine:
+def small_engine(
+    layout: str = "2 and 1", *, vocab=None, weights_seed=0, dtype="float64", **changes
+) -> Engine:
     """An engine of its own over shared small weights; changes as of `Engine.with_`."""
     return base_engine(layout, vocab, weights_seed, dtype).with_(**changes)
 
 
-def stream(n: int, seed: int, low: int = 8, high: int = 900, period: int | None = None) -> list[int]:
+def stream(
+    n: int, seed: int, low: int = 8, high: int = 900, period: int | None = None
+) -> list[int]:
     """n ids; with a period they repeat, which makes index scores tie."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(low, high, (period or n,), generator=generator).tolist()

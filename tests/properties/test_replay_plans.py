@@ -1,5 +1,5 @@
-"""Replay plans: rows that are dropped, rows that start behind a hit. Policies of this file stand for
-those to come; what is checked is what the stack, the cache and the engine do with their plans."""
+"""Replay plans: rows that are dropped, rows that start behind a hit. Policies of this file stand
+for those to come; checked is what the stack, the cache and the engine do with their plans."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ class Last:
         none = (0,) * len(layers)
         rows = none if self.mask else tuple(cut if i >= self.layer else 0 for i in layers)
         kept = none if self.mask else floor
-        return ReplayPlan(0, 0, kept, rows, floor, cut == 0, f"last {self.keep} rows from layer {self.layer}")
+        return ReplayPlan(
+            0, 0, kept, rows, floor, cut == 0, f"last {self.keep} rows from layer {self.layer}"
+        )
 
 
 @dataclass(eq=False)
@@ -75,7 +77,9 @@ def cut_of(policy, length: int) -> int:
 # ------------------------------------------------------------------------------- dropped = masked
 
 
-@pytest.mark.parametrize("policy", [*map(lambda k: (Last, POLICIES[k]), POLICIES), (Twice, {})], ids=[*POLICIES, "twice"])
+@pytest.mark.parametrize(
+    "policy", [*map(lambda k: (Last, POLICIES[k]), POLICIES), (Twice, {})], ids=[*POLICIES, "twice"]
+)
 def test_dropping_is_masking_on_the_rows_that_are_kept(policy):
     """Logits of kept and of decoded rows, every cached row that is read later, and the drafts."""
     make, changes = policy
@@ -91,7 +95,9 @@ def test_dropping_is_masking_on_the_rows_that_are_kept(policy):
         lowest = cut if kind == "window" and int(layer) >= dropped.layer + dropped.open else 0
         for number, row in rows.items():
             if number >= max(lowest, n - WINDOW if kind == "window" else 0):
-                torch.testing.assert_close(row, want.rows[name][number], **TOLERANCE, msg=lambda m: f"{name} {number}: {m}")
+                torch.testing.assert_close(
+                    row, want.rows[name][number], **TOLERANCE, msg=lambda m: f"{name} {number}: {m}"
+                )
     if dropped.keep >= WINDOW:
         torch.testing.assert_close(got.block, want.block, **TOLERANCE)
 
@@ -106,13 +112,19 @@ class Ran:
 def run(rt, policy, n: int, chunks=None, company: int = 0) -> Ran:
     """A prompt of n tokens by its plan, then three decoded rows."""
     poison(rt.cache)
-    plan = policy.plan(Prompt(n), rt.config).validate(Prompt(n), rt.config.num_layers, rt.config.kv_source_layers)
+    plan = policy.plan(Prompt(n), rt.config).validate(
+        Prompt(n), rt.config.num_layers, rt.config.kv_source_layers
+    )
     place, other = Place.take(rt, len(IDS) + DRAFTS), Place.take(rt, len(IDS) + DRAFTS)
     out, at = [], 0
     for size in [*(chunks or [n]), 1, 2]:
-        works = [Work(IDS[at : at + size], at, IDS[max(at - 3, 0) : at], place.pages, place.state, plan)]
+        works = [
+            Work(IDS[at : at + size], at, IDS[max(at - 3, 0) : at], place.pages, place.state, plan)
+        ]
         if company:
-            beside = Work(IDS[at : at + company], at, IDS[max(at - 3, 0) : at], other.pages, other.state, None)
+            beside = Work(
+                IDS[at : at + company], at, IDS[max(at - 3, 0) : at], other.pages, other.state, None
+            )
             works.insert(0, beside)
         logits = forward(rt, works, decode=at >= n)[len(works[0].ids) if company else 0 :]
         out += [logits.new_full((size - len(logits), logits.shape[1]), torch.nan), logits]
@@ -125,12 +137,17 @@ def run(rt, policy, n: int, chunks=None, company: int = 0) -> Ran:
 
 # ------------------------------------------------------------------------------ whatever the chunks
 
-sizes = st.one_of(st.sampled_from([0, 1, 2, 6, 13, 14, WINDOW, KEEP - 1, KEEP, KEEP + 1]), st.integers(0, 60))
+sizes = st.one_of(
+    st.sampled_from([0, 1, 2, 6, 13, 14, WINDOW, KEEP - 1, KEEP, KEEP + 1]), st.integers(0, 60)
+)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.sampled_from(sorted(POLICIES)), st.integers(1, 3 * WINDOW), st.lists(sizes, max_size=6), st.integers(0, 3)
+    st.sampled_from(sorted(POLICIES)),
+    st.integers(1, 3 * WINDOW),
+    st.lists(sizes, max_size=6),
+    st.integers(0, 3),
 )
 def test_chunks_intersect_the_plan_and_never_change_it(name, n, chunks, company):
     policy = Last(**POLICIES[name])
@@ -155,7 +172,9 @@ def engine_of(name: str):
     return ENGINES[name]
 
 
-@pytest.mark.parametrize("chunks", [[40], [6] * 6 + [4], [1] * 40, [39, 1], [1, 39], [18, 22], [17, 23], [19, 21]])
+@pytest.mark.parametrize(
+    "chunks", [[40], [6] * 6 + [4], [1] * 40, [39, 1], [1, 39], [18, 22], [17, 23], [19, 21]]
+)
 def test_engine_logits_say_which_rows_do_not_exist(chunks):
     ids, policy = IDS[:40], Last(keep=KEEP)
     eng = engine_of("first decoder layer")
@@ -177,30 +196,42 @@ def test_a_prompt_that_fits_is_exact_and_a_longer_one_is_not():
 
 
 def test_generation_by_such_a_plan_is_what_its_logits_say():
-    """Greedy text in any chunks and company, with drafts, and the log-probabilities that go with it."""
+    """Greedy text in any chunks and company, with drafts, and its log-probabilities."""
     eng = engine_of("first decoder layer")
     prompts = [IDS[:48], IDS[3:10], IDS[:33]]
     texts = eng.generate(prompts, max_tokens=8, temperature=0.0).raise_for_errors()
     small = engine(Last(**POLICIES["first decoder layer"]), max_num_batched_tokens=24)
-    assert [c.token_ids for c in small.generate(prompts, max_tokens=8, temperature=0.0)] == [c.token_ids for c in texts]
+    assert [c.token_ids for c in small.generate(prompts, max_tokens=8, temperature=0.0)] == [
+        c.token_ids for c in texts
+    ]
     off = small_engine(replay=Last(**POLICIES["first decoder layer"]))
     for prompt, c in zip(prompts, texts):
         assert off.generate(prompt, max_tokens=8, temperature=0.0)[0].token_ids == c.token_ids
         logits = eng.logits([*prompt, *c.token_ids], prompt=len(prompt))[len(prompt) - 1 : -1]
         want = logits.log_softmax(-1)
         assert want.argmax(-1).tolist() == list(c.token_ids)
-        torch.testing.assert_close(torch.tensor(c.logprobs, dtype=torch.float64), want.amax(-1), **TOLERANCE)
+        torch.testing.assert_close(
+            torch.tensor(c.logprobs, dtype=torch.float64), want.amax(-1), **TOLERANCE
+        )
 
 
 def test_log_probabilities_of_dropped_rows_are_refused_by_name():
     eng = engine_of("first decoder layer")
-    with pytest.raises(ValueError, match="prompt_logprobs.*Last.*drops rows below 26.*replay='exact'"):
+    with pytest.raises(
+        ValueError, match="prompt_logprobs.*Last.*drops rows below 26.*replay='exact'"
+    ):
         eng.generate(IDS[:48], prompt_logprobs=True, max_tokens=2)
-    scores = eng.score(IDS[:48], prompt=30)[0].logprobs  # follow the prompt, so their rows are there
+    scores = eng.score(IDS[:48], prompt=30)[
+        0
+    ].logprobs  # follow the prompt, so their rows are there
     logits = eng.logits(IDS[:48], prompt=30)[29:-1].log_softmax(-1)
     assert scores == pytest.approx([float(logits[i, t]) for i, t in enumerate(IDS[30:48])])
     out = eng.generate([IDS[:48], IDS[:5]], prompt_logprobs=True, max_tokens=2)
-    assert "prompt_logprobs" in str(out[0].error) and out[1].error is None and len(out[1].prompt_logprobs) == 5
+    assert (
+        "prompt_logprobs" in str(out[0].error)
+        and out[1].error is None
+        and len(out[1].prompt_logprobs) == 5
+    )
     assert eng.runtime.pages.free == eng.runtime.pages.size
 
 
@@ -215,7 +246,14 @@ class Broken(Last):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(rows_from=(0, 30, 30, 30, 30), kv_from=(0, 30, 30, 30, 30), floor=(0, 30, 30, 30, 30)), "before KV source"),
+        (
+            dict(
+                rows_from=(0, 30, 30, 30, 30),
+                kv_from=(0, 30, 30, 30, 30),
+                floor=(0, 30, 30, 30, 30),
+            ),
+            "before KV source",
+        ),
         (dict(rows_from=(0, 0, 9, 5, 9)), "falls from layer to layer"),
         (dict(rows_from=(0,) * 4), "has 4 entries"),
         (dict(rows_from=(0, 0, 9, 9, 48), kv_from=(0, 0, 0, 9, 9)), "drops the last prompt row 47"),
@@ -237,7 +275,8 @@ def test_a_plan_that_would_read_what_nobody_computed_is_refused(change, words):
 
 
 def hit_plan(rt, n: int, hit: int, start: int, state_at: int = 0) -> ReplayPlan:
-    """Rows from `start` on, block KV below `hit` only read; without state KV nothing below start is seen."""
+    """Rows from `start` on, block KV below `hit` only read; without state KV nothing below `start`
+    is seen."""
     layers = rt.config.num_layers
     floor = (0 if state_at >= start else start,) * layers
     plan = ReplayPlan(start, hit, floor, (0,) * layers, floor, state_at >= start, "behind a hit")
@@ -248,9 +287,19 @@ def feed(rt, place, plan, start: int, stop: int, chunks=(), company=None) -> tor
     """Logits of positions start..stop-1, in chunks."""
     out, at = [], start
     for size in [*chunks, stop - start - sum(chunks)]:
-        works = [Work(IDS[at : at + size], at, IDS[max(at - 3, 0) : at], place.pages, place.state, plan)]
+        works = [
+            Work(IDS[at : at + size], at, IDS[max(at - 3, 0) : at], place.pages, place.state, plan)
+        ]
         if company is not None:
-            works.append(Work(IDS[9 : 9 + size], at - start, IDS[max(at - start + 6, 9) : 9], company.pages, company.state))
+            works.append(
+                Work(
+                    IDS[9 : 9 + size],
+                    at - start,
+                    IDS[max(at - start + 6, 9) : 9],
+                    company.pages,
+                    company.state,
+                )
+            )
         out.append(forward(rt, works, decode=False)[:size])
         at += size
     return torch.cat(out)
@@ -259,14 +308,18 @@ def feed(rt, place, plan, start: int, stop: int, chunks=(), company=None) -> tor
 def block_kv(rt, place, below: int) -> dict:
     """Bytes of entries and index keys of the first `below` tokens, by store."""
     rows = stored(rt, place, 0, below)
-    return {name: torch.stack([*r.values()]).clone() for name, r in rows.items() if name.startswith(("entry", "index")) and r}
+    return {
+        name: torch.stack([*r.values()]).clone()
+        for name, r in rows.items()
+        if name.startswith(("entry", "index")) and r
+    }
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
 @pytest.mark.parametrize("hit", [WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW])
 @pytest.mark.parametrize("layout", ["2 and 1", "4 and 2 and 1"])
 def test_block_kv_of_a_hit_is_read_and_never_rewritten(layout, hit, packed):
-    """The rows of the last window before the hit run again on an empty window: their block KV stays."""
+    """The last window before the hit runs again on an empty window: its block KV stays."""
     rt = small_engine(layout, packed_cache=packed, verifier=Fixed(DRAFTS)).runtime
     n, start = 3 * WINDOW, hit - WINDOW
     first, other = Place.take(rt, n + DRAFTS), Place.take(rt, n + DRAFTS)
@@ -274,7 +327,12 @@ def test_block_kv_of_a_hit_is_read_and_never_rewritten(layout, hit, packed):
     before = block_kv(rt, first, hit)
     plan = hit_plan(rt, n, hit, start)
     results = []
-    ways = [(0.0, (), None), (torch.nan, (), None), (torch.nan, (1, 6, 9), other), (3.0, (hit - start,), None)]
+    ways = [
+        (0.0, (), None),
+        (torch.nan, (), None),
+        (torch.nan, (1, 6, 9), other),
+        (3.0, (hit - start,), None),
+    ]
     for garbage, chunks, company in ways:
         again = Place(first.pages, rt.states.take(1)[0])
         for rows in state_rows(rt, again.state):

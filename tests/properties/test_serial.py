@@ -28,7 +28,9 @@ def engine(model: str, packed: bool) -> Engine:
 
 @functools.cache
 def _tiny() -> Engine:
-    return Engine.tiny(dtype="float64", device="cpu", verifier=Fixed(DRAFTS), max_model_len=512, max_num_seqs=4)
+    return Engine.tiny(
+        dtype="float64", device="cpu", verifier=Fixed(DRAFTS), max_model_len=512, max_num_seqs=4
+    )
 
 
 @functools.cache
@@ -39,15 +41,17 @@ def oracle(model: str, which: int) -> Oracle:
 
 
 edges = [0, 1, 2, 3, 4, 5, WINDOW - 1, WINDOW, WINDOW + 1, RING - 1, RING, RING + 1]
-chunks = st.lists(st.one_of(st.sampled_from(edges), st.integers(0, 3 * WINDOW)), min_size=1, max_size=5)
+chunks = st.lists(
+    st.one_of(st.sampled_from(edges), st.integers(0, 3 * WINDOW)), min_size=1, max_size=5
+)
 verified = st.integers(0, DRAFTS).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
 sequences = st.tuples(st.sampled_from([0, 1]), chunks, st.lists(verified, max_size=4))
 batches = st.lists(sequences, min_size=1, max_size=3)
 
 
 def moves(chunks, verified, limit: int) -> list[tuple[bool, int, int]]:
-    """(decode?, true rows, rejected rows) of each step: chunks of at most 3W tokens, then verify steps
-    of an anchor and n drafts of which a are accepted."""
+    """(decode?, true rows, rejected rows) of each step: chunks of at most 3W tokens, then verify
+    steps of an anchor and n drafts of which a are accepted."""
     out, length = [], 0
     for rows in chunks:
         rows = min(rows, 3 * WINDOW - length)
@@ -66,7 +70,9 @@ def moves(chunks, verified, limit: int) -> list[tuple[bool, int, int]]:
 def run(model: str, packed: bool, batch, padding: int = 0, idle: bool = False) -> None:
     rt = engine(model, packed).runtime
     poison(rt.cache)
-    plans = [moves(chunks, drafts, len(oracle(model, which).ids)) for which, chunks, drafts in batch]
+    plans = [
+        moves(chunks, drafts, len(oracle(model, which).ids)) for which, chunks, drafts in batch
+    ]
     seqs = [Sequence(oracle(model, which), Place.take(rt, LONG + DRAFTS)) for which, _, _ in batch]
     try:
         for k in range(max(map(len, plans))):
@@ -138,10 +144,17 @@ def test_every_accept_count_at_every_place(model):
 
 
 SETTINGS = [
-    dict(verifier="off"), dict(fidelity=0), dict(fidelity=2), dict(fidelity=2, packed_cache=True),
-    dict(attention="dense"), dict(attention=CSA2(topk=3)), dict(page_size=4), dict(page_size=48),
-    dict(page_size=4, packed_cache=True), dict(kernels={op: "reference" for op in kernels.names()}),
-]  # fmt: skip
+    dict(verifier="off"),
+    dict(fidelity=0),
+    dict(fidelity=2),
+    dict(fidelity=2, packed_cache=True),
+    dict(attention="dense"),
+    dict(attention=CSA2(topk=3)),
+    dict(page_size=4),
+    dict(page_size=48),
+    dict(page_size=4, packed_cache=True),
+    dict(kernels={op: "reference" for op in kernels.names()}),
+]
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=lambda c: "-".join(c))
@@ -152,7 +165,9 @@ def test_chunks_and_decoding_agree_under_every_setting(changes):
     ids = stream(2 * WINDOW + 3, 8)
     serial = eng.logits(ids, prompt=1, chunks=[1] * len(ids))
     for prompt, chunks in ((None, None), (17, [7, 10, 1, 1, 6, 6, 4]), (1, [1, 0, 34])):
-        torch.testing.assert_close(eng.logits(ids, prompt=prompt, chunks=chunks), serial, **TOLERANCE)
+        torch.testing.assert_close(
+            eng.logits(ids, prompt=prompt, chunks=chunks), serial, **TOLERANCE
+        )
     if "attention" in changes:  # the setting is not ignored
         assert (serial - small_engine(layout).logits(ids)).abs().max() > 1e-3
 
@@ -174,7 +189,10 @@ def test_the_comparison_can_fail():
         check_rows(rt, s)
         kept = store.clone()
         store += 1e-3
-        with pytest.raises(AssertionError, match=name.replace("entries", "entry").replace("_keys", "").replace("groups", "group")):
+        with pytest.raises(
+            AssertionError,
+            match=name.replace("entries", "entry").replace("_keys", "").replace("groups", "group"),
+        ):
             check_rows(rt, s)
         store.copy_(kept)
         s.place.give(rt)

@@ -20,7 +20,9 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=TOKENS, top_logprobs=3),
     SamplingParams(temperature=0.7, top_p=0.8, max_tokens=TOKENS, seed=3, top_logprobs=3),
     SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=2**64 - 1, top_logprobs=3),
-    SamplingParams(temperature=1.0, top_k=20, max_tokens=TOKENS, seed=7, ignore_eos=True, top_logprobs=3),
+    SamplingParams(
+        temperature=1.0, top_k=20, max_tokens=TOKENS, seed=7, ignore_eos=True, top_logprobs=3
+    ),
 ]
 
 
@@ -46,7 +48,7 @@ def same(got, want) -> None:
 
 @pytest.mark.parametrize("n", range(DRAFTS + 1))
 def test_fixed_gives_the_text_of_off_in_a_batch(n):
-    """Greedy, T 0.7 with top_p, T 1, top_k: side by side in one batch, against each alone without drafts."""
+    """Greedy, T 0.7 with top_p, T 1, top_k: side by side, against each alone without drafts."""
     eng = tiny().with_(verifier=Fixed(n))
     for got, want in zip(eng.generate(PROMPTS, PARAMS), plain("tiny")):
         same(got, want)
@@ -98,7 +100,10 @@ def test_any_accept_count_leaves_the_text_alone(n):
 
 def test_each_accept_count_happens_as_forced():
     """Step k of a request accepts exactly k mod 6 drafts."""
-    eng, greedy = small_engine(verifier=Fixed(DRAFTS)), SamplingParams(temperature=0.0, max_tokens=30, top_logprobs=3)
+    eng, greedy = (
+        small_engine(verifier=Fixed(DRAFTS)),
+        SamplingParams(temperature=0.0, max_tokens=30, top_logprobs=3),
+    )
     want = small_engine().generate([PROMPTS[0]], greedy)[0]
     text = [*PROMPTS[0], *want.token_ids]
     wrong, at, accepted = set(), len(PROMPTS[0]) + 1, []
@@ -127,7 +132,7 @@ def test_a_drafter_that_returns_nan_costs_nothing_but_speed():
 
 @pytest.mark.parametrize("stop_at", range(7))
 def test_an_end_token_inside_a_draft_ends_the_text_there(stop_at):
-    """The end token as the j-th token of a step whose drafts were all right: nothing after it is kept."""
+    """The end token inside a step whose drafts were all right: nothing after it is kept."""
     want, eos = plain("small")[0], small_engine().config.eos_token_id
     text = [*PROMPTS[0], *want.token_ids]
     place = len(PROMPTS[0]) + stop_at
@@ -136,12 +141,17 @@ def test_an_end_token_inside_a_draft_ends_the_text_there(stop_at):
     def edit(x, at):
         if at.name == "mtp.base":
             return forcing({0: text, 1: text}, lambda r, p: True)(x, at)
-        x[at.position == place - 1] = torch.nn.functional.one_hot(torch.tensor(eos), x.shape[1]).double() * 1e6
+        x[at.position == place - 1] = (
+            torch.nn.functional.one_hot(torch.tensor(eos), x.shape[1]).double() * 1e6
+        )
         return x
 
     eng = small_engine(verifier=Fixed(DRAFTS))
     with eng.trace("mtp.base", "logits", edit=edit):
-        got, on = eng.generate([PROMPTS[0]] * 2, [PARAMS[0], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)])
+        got, on = eng.generate(
+            [PROMPTS[0]] * 2,
+            [PARAMS[0], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)],
+        )
     assert got.finish_reason == "stop" and got.token_ids == (*want.token_ids[:stop_at], eos)
     assert on.finish_reason == "length" and len(on.token_ids) == 9 and on.token_ids[stop_at] == eos
     assert eng.runtime.pages.free == eng.runtime.pages.size
@@ -153,30 +163,56 @@ SMALL_VOCAB = 8
 SAMPLES = 1500
 
 
-@pytest.mark.parametrize("setting", [dict(temperature=1.0), dict(temperature=0.6, top_p=0.9, top_k=5)], ids=["T1", "filtered"])
+@pytest.mark.parametrize(
+    "setting",
+    [dict(temperature=1.0), dict(temperature=0.6, top_p=0.9, top_k=5)],
+    ids=["T1", "filtered"],
+)
 def test_rejection_emits_the_law_of_the_target(setting):
     """Tokens 1..3 of many seeded requests against the law computed from teacher-forced logits."""
-    eng = small_engine("one layer", vocab=SMALL_VOCAB, max_num_seqs=125, max_model_len=32, verifier=Fixed(3, rule="rejection"))
+    eng = small_engine(
+        "one layer",
+        vocab=SMALL_VOCAB,
+        max_num_seqs=125,
+        max_model_len=32,
+        verifier=Fixed(3, rule="rejection"),
+    )
     prompt = [3, 4, 5]
-    many = [SamplingParams(max_tokens=4, ignore_eos=True, seed=s, **setting) for s in range(SAMPLES)]
+    many = [
+        SamplingParams(max_tokens=4, ignore_eos=True, seed=s, **setting) for s in range(SAMPLES)
+    ]
     out = eng.generate([prompt] * SAMPLES, many).raise_for_errors()
     drawn = torch.tensor([c.token_ids for c in out])
     first = law_after(eng, prompt, setting)
     assert chi_square_fits(torch.bincount(drawn[:, 0], minlength=SMALL_VOCAB), first)
-    pairs = torch.stack([first[a] * law_after(eng, [*prompt, a], setting) for a in range(SMALL_VOCAB)])
-    assert chi_square_fits(torch.bincount(drawn[:, 0] * SMALL_VOCAB + drawn[:, 1], minlength=SMALL_VOCAB**2), pairs.flatten())
+    pairs = torch.stack(
+        [first[a] * law_after(eng, [*prompt, a], setting) for a in range(SMALL_VOCAB)]
+    )
+    assert chi_square_fits(
+        torch.bincount(drawn[:, 0] * SMALL_VOCAB + drawn[:, 1], minlength=SMALL_VOCAB**2),
+        pairs.flatten(),
+    )
     third = torch.stack(
-        [pairs[a, b] * law_after(eng, [*prompt, a, b], setting) for a in range(SMALL_VOCAB) for b in range(SMALL_VOCAB)]
+        [
+            pairs[a, b] * law_after(eng, [*prompt, a, b], setting)
+            for a in range(SMALL_VOCAB)
+            for b in range(SMALL_VOCAB)
+        ]
     ).view(SMALL_VOCAB, SMALL_VOCAB, SMALL_VOCAB)
     later = torch.bincount(drawn[:, 1] * SMALL_VOCAB + drawn[:, 2], minlength=SMALL_VOCAB**2)
     assert chi_square_fits(later, third.sum(0).flatten())
     assert 0.1 < eng.stats.acceptance < 1
-    assert not chi_square_fits(later, torch.full((SMALL_VOCAB**2,), SMALL_VOCAB**-2.0))  # the test can fail
+    assert not chi_square_fits(
+        later, torch.full((SMALL_VOCAB**2,), SMALL_VOCAB**-2.0)
+    )  # the test can fail
 
 
 def law_after(eng, ids: list[int], setting) -> torch.Tensor:
     p = SamplingParams(**setting)
-    row = RowParams(*(torch.tensor([float(x)], dtype=torch.float64) for x in (p.temperature, p.top_p)), torch.tensor([p.top_k]))
+    row = RowParams(
+        *(torch.tensor([float(x)], dtype=torch.float64) for x in (p.temperature, p.top_p)),
+        torch.tensor([p.top_k]),
+    )
     return law(eng.logits(ids)[-1:], row).probs[0]
 
 
@@ -186,8 +222,10 @@ def law_after(eng, ids: list[int], setting) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [None, 1, 3, 7, WINDOW])
 @pytest.mark.parametrize("length", [1, 5, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
 def test_the_drafter_sees_a_full_window_after_every_prefill(rows, length):
-    """One chunk, chunks of 3, one by one: it sees min(length, W) rows of context, and the same drafts."""
-    eng, whole = (small_engine(verifier=Fixed(DRAFTS), max_num_batched_tokens=r) for r in (rows, None))
+    """One chunk, chunks of 3, one by one: it sees min(length, W) rows, and drafts the same."""
+    eng, whole = (
+        small_engine(verifier=Fixed(DRAFTS), max_num_batched_tokens=r) for r in (rows, None)
+    )
     for store in eng.runtime.cache.stores().values():
         store[1:] = torch.nan
     ids, drafts = stream(length, 21), []
@@ -202,7 +240,9 @@ def test_the_drafter_sees_a_full_window_after_every_prefill(rows, length):
     (layer,) = eng.config.draft_layers
     held = cache.windows[layer].stored[request.slot * cache.ring : (request.slot + 1) * cache.ring]
     seen = [p % cache.ring for p in range(max(length - WINDOW, 0), length)]
-    assert len(seen) == min(length, WINDOW) and held[seen].isfinite().all() and held[seen].any(1).all()
+    assert (
+        len(seen) == min(length, WINDOW) and held[seen].isfinite().all() and held[seen].any(1).all()
+    )
     if length < cache.ring:
         assert held.isfinite().all(1).sum() == length
 
