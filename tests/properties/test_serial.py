@@ -95,7 +95,7 @@ QUICK = dict(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("model", [*LAYOUTS, "tiny"])
-@settings(max_examples=8, **QUICK)
+@settings(max_examples=6, **QUICK)
 @example(batch=[(0, [0], [(3, 1)])], packed=False, padding=1, idle=False)  # padding, and no history
 @example(batch=[(0, [0, 1], [])], packed=False, padding=0, idle=False)  # a step of no rows
 @given(batch=batches, packed=st.booleans(), padding=st.integers(0, 3), idle=st.booleans())
