@@ -65,7 +65,7 @@ def emit(rt: Runtime, result: StepResult, step: int) -> None:
         rt.stats.tokens += kept
         for depth in range(len(drafts)):
             rt.stats.drafted[depth] += 1
-            rt.stats.accepted[depth] += depth < counts[b] - 1
+            rt.stats.accepted[depth] += depth < min(kept, counts[b] - 1)
         request.computed = before + max(kept - 1, 0)
 
 

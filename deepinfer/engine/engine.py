@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 
-from deepinfer import rng
+from deepinfer import kernels, rng
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import commit, step, teacher, weights
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.request import Completion, Completions, Request
-from deepinfer.engine.runtime import Runtime, Stats, cache_bytes
+from deepinfer.engine.runtime import Limits, Runtime, cache_bytes, start_slots
 from deepinfer.engine.scheduler import Schedule
 from deepinfer.engine.settings import (
     LATER,
@@ -26,6 +26,7 @@ from deepinfer.engine.settings import (
     require_invariant,
     split_settings,
 )
+from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Prompt
@@ -76,6 +77,10 @@ class Engine:
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
             require_invariant(self._slots)
+        # started here, so that what does not fit the model is refused now and not at the first step
+        self._started = start_slots(shared.model, settings, self._slots)
+        self._limits = Limits.of(settings, shared.config, self._started["verifier"].max_draft)
+        kernels.bind(settings.kernels, settings.batch_invariant)
         self._runtime: Runtime | None = None
         self._closed = False
         self._traces: list[Trace] = []
@@ -484,7 +489,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("this engine is closed: make another, or eng.with_() over the same weights")
         if self._runtime is None:
-            self._runtime = Runtime(self._shared.model, self._settings, self._slots)
+            self._runtime = Runtime(self._shared.model, self._settings, self._started, self._limits)
         return self._runtime
 
     def close(self) -> None:

@@ -6,8 +6,7 @@ engines over the same weights share nothing else.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, Tap
@@ -63,56 +63,6 @@ class Limits:
         return Limits(model_len, seqs, rows, page, settings.num_pages or seqs * per_seq, max_draft)
 
 
-@dataclass
-class Stats:
-    """Counters since the engine was made. drafted / accepted: by draft depth, 0 first."""
-
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_rows: int = 0
-    decode_rows: int = 0
-    tokens: int = 0
-    finished: Counter = field(default_factory=Counter)
-    drafted: Counter = field(default_factory=Counter)
-    accepted: Counter = field(default_factory=Counter)
-
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted share of the verified drafts, None before the first."""
-        total = sum(self.drafted.values())
-        return sum(self.accepted.values()) / total if total else None
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Output tokens per decode row of an anchor (bonus included), None before the first."""
-        anchors = self.decode_rows - sum(self.drafted.values())
-        return (anchors + sum(self.accepted.values())) / anchors if anchors else None
-
-    def table(self):
-        """name, value rows; drafts by depth."""
-        from deepinfer.measure.table import Table
-
-        rows = [
-            dict(name=n, value=getattr(self, n))
-            for n in (
-                "steps", "prefill_steps", "decode_steps", "prefill_rows", "decode_rows", "tokens",
-                "acceptance", "tokens_per_step",
-            )
-        ]
-        rows += [dict(name=f"finished {k}", value=v) for k, v in sorted(self.finished.items())]
-        for depth in sorted(self.drafted):
-            rows.append(dict(name=f"draft {depth + 1} verified", value=self.drafted[depth]))
-            rows.append(dict(name=f"draft {depth + 1} accepted", value=self.accepted[depth]))
-        return Table(rows)
-
-    def __repr__(self) -> str:
-        return repr(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-
 def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> CacheSize:
     """Packed records by default where memory is dear, float records on a CPU; always floats at
     fidelity 0, which rounds nothing. One state slot more than sequences: for teacher-forced passes."""
@@ -139,18 +89,24 @@ def cache_bytes(
     return make_cache(config, settings, slots, limits, dtype, device, torch.device("meta")).nbytes
 
 
+def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:
+    """The engine's own copies of the slot objects."""
+    info = EngineInfo(
+        config=model.config, device=model.device, dtype=model.dtype,
+        max_num_seqs=settings.max_num_seqs, seed=settings.seed,
+    )
+    return {name: registry.start(slots[name], info) for name in SLOTS}
+
+
 class Runtime:
     """Everything of an engine that is not weights or settings."""
 
-    def __init__(self, model: Model, settings: EngineConfig, slots: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Model, settings: EngineConfig, slots: dict[str, Any], limits: Limits
+    ) -> None:
         self.model, self.settings = model, settings
         self.config = model.config
-        info = EngineInfo(
-            config=self.config, device=model.device, dtype=model.dtype,
-            max_num_seqs=settings.max_num_seqs, seed=settings.seed,
-        )
-        self.slots = {name: registry.start(slots[name], info) for name in SLOTS}
-        self.limits = Limits.of(settings, self.config, self.verifier.max_draft)
+        self.slots, self.limits = slots, limits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
         self.stats = Stats()
         self.pages = Pool("pages", self.limits.pages)

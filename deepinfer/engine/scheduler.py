@@ -34,7 +34,8 @@ class Schedule:
 class Scheduler:
     """First come, first served over a pool of pages and of state slots.
 
-    lookahead: positions past a request's last token that a step may write (drafts).
+    max_rows: rows of a step; lookahead: positions past a request's last token that a step may write
+    (drafts).
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class Scheduler:
                 budget -= rows
         if shares:
             return Schedule("prefill", tuple(shares))
-        if self.running:
-            return Schedule("decode", tuple(Share(r, r.computed, r.length) for r in self.running))
-        return Schedule("idle")
+        if not self.running:
+            return Schedule("idle")
+        most = max(self.max_rows // (1 + self.lookahead), 1)  # each brings its drafts
+        return Schedule(
+            "decode", tuple(Share(r, r.computed, r.length) for r in self.running[:most])
+        )
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs and self.states.free:
