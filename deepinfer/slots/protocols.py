@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
     from deepinfer.cache.layer_kv import LayerKV
@@ -35,10 +36,10 @@ class RowSet:
     triples, or None where only the device knows how rows fall to sequences.
     """
 
-    positions: Tensor
-    seq: Tensor
-    first: Tensor
-    start: Tensor
+    positions: Int[Tensor, "t"]
+    seq: Int[Tensor, "t"]
+    first: Int[Tensor, "b"]
+    start: Int[Tensor, "b"]
     segments: tuple[tuple[int, int, int], ...] | None = None
 
     @property
@@ -55,7 +56,7 @@ class RowSet:
 class Cut:
     """Where rows leave the stack: `keep` [t'] are the row ids (in the entering set) that go on."""
 
-    keep: Tensor
+    keep: Int[Tensor, "kept"]
     rows: RowSet
 
 
@@ -78,25 +79,25 @@ class Batch:
     cuts: layer -> Cut, for the layers at which a replay plan drops rows.
     """
 
-    ids: Tensor
-    positions: Tensor
-    seq: Tensor
-    rows: Tensor
-    length: Tensor
-    pages: Tensor
-    state: Tensor
-    lookback: Tensor
-    logit_rows: Tensor
+    ids: Int[Tensor, "t"]
+    positions: Int[Tensor, "t"]
+    seq: Int[Tensor, "t"]
+    rows: Int[Tensor, "b"]
+    length: Int[Tensor, "b"]
+    pages: Int[Tensor, "b p"]
+    state: Int[Tensor, "b"]
+    lookback: Int[Tensor, "t back"]
+    logit_rows: Int[Tensor, "q"]
     row_set: RowSet
     reach: int
     max_rows: int
     has_history: bool = True
-    image: Tensor | None = None
-    rank: Tensor | None = None
-    floors: Tensor | None = None
+    image: Bool[Tensor, "t"] | None = None
+    rank: Int[Tensor, "t"] | None = None
+    floors: Int[Tensor, "l b"] | None = None
     floor_groups: tuple[int, ...] | None = None
-    write_from: Tensor | None = None
-    kv_from: Tensor | None = None
+    write_from: Int[Tensor, "b"] | None = None
+    kv_from: Int[Tensor, "l b"] | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
 
     @property
@@ -118,12 +119,12 @@ class Rows:
     """
 
     set: RowSet
-    streams: Tensor
-    pre: Tensor
-    ids: Tensor
-    lookback: Tensor
-    image: Tensor | None = None
-    rank: Tensor | None = None
+    streams: Float[Tensor, "t m d"]
+    pre: Float[Tensor, "t m"]
+    ids: Int[Tensor, "t"]
+    lookback: Int[Tensor, "t back"]
+    image: Bool[Tensor, "t"] | None = None
+    rank: Int[Tensor, "t"] | None = None
     selected: Selected | None = None
     kv: LayerKV | None = None
     features: tuple[Tensor, ...] = ()
@@ -166,7 +167,7 @@ class LayerInfo:
     ratio: int
     window: int
     scale: float
-    sink: Tensor
+    sink: Float[Tensor, "h"]
     top_k: int
     ops: Ops
     candidate_source: bool = False
@@ -192,9 +193,9 @@ class AttnPlan:
     Records (-1 none); queries: the rows that look; visible: ratio -> [t] entries each row may see;
     reach: ratio -> host-known upper bound of visible."""
 
-    window_ids: Tensor
+    window_ids: Int[Tensor, "t w"]
     queries: RowSet
-    visible: dict[int, Tensor] = field(default_factory=dict)
+    visible: dict[int, Int[Tensor, "t"]] = field(default_factory=dict)
     reach: dict[int, int] = field(default_factory=dict)
 
 
@@ -202,8 +203,8 @@ class AttnPlan:
 class IndexQuery:
     """The index side of a layer: query [t, h, d] (rotated and rounded), weights [t, h] (scaled)."""
 
-    query: Tensor
-    weights: Tensor
+    query: Float[Tensor, "t h d"]
+    weights: Float[Tensor, "t h"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +213,9 @@ class Selected:
     blocks that later index sources may pick from (None = no restriction); places: [t, k] the same
     entries as rows of the Records, filled in by the model once per selection."""
 
-    ids: Tensor
-    candidates: Tensor | None = None
-    places: Tensor | None = None
+    ids: Int[Tensor, "t k"]
+    candidates: Int[Tensor, "t c"] | None = None
+    places: Int[Tensor, "t k"] | None = None
 
     def keep(self, at: Tensor) -> Selected:
         return Selected(
@@ -236,15 +237,22 @@ class Attention(Protocol):
 
     def kv_spec(self, config: ModelConfig, layer: int) -> KVSpec: ...
 
-    def plan(self, batch: Batch, keys: RowSet, queries: RowSet, floor: Tensor | None, cache: Any) -> AttnPlan: ...
+    def plan(
+        self, batch: Batch, keys: RowSet, queries: RowSet, floor: Int[Tensor, "b"] | None, cache: Any
+    ) -> AttnPlan: ...
 
     def select(
         self, layer: LayerInfo, index: IndexQuery, kv: LayerKV, plan: AttnPlan, carried: Selected | None
     ) -> Selected: ...
 
     def attend(
-        self, layer: LayerInfo, q: Tensor, kv: LayerKV, selected: Selected | None, plan: AttnPlan
-    ) -> Tensor: ...
+        self,
+        layer: LayerInfo,
+        q: Float[Tensor, "t h d"],
+        kv: LayerKV,
+        selected: Selected | None,
+        plan: AttnPlan,
+    ) -> Float[Tensor, "t h d"]: ...
 
 
 # --------------------------------------------------------------------------------- experts slot
@@ -257,9 +265,9 @@ class ExpertLayer:
     at fidelity 2; ops: the kernels of this step."""
 
     name: str
-    gate: Tensor
-    bias: Tensor
-    bias_image: Tensor
+    gate: Float[Tensor, "e d"]
+    bias: Float[Tensor, "e"]
+    bias_image: Float[Tensor, "e"]
     w1: Any
     w3: Any
     w2: Any
@@ -278,8 +286,8 @@ class ExpertLayer:
 class Routing:
     """ids: [t, k] long logical experts (-1 none); weights: [t, k] in FP32 or FP64."""
 
-    ids: Tensor
-    weights: Tensor
+    ids: Int[Tensor, "t k"]
+    weights: Float[Tensor, "t k"]
 
 
 @runtime_checkable
@@ -288,9 +296,11 @@ class Experts(Protocol):
 
     version: ClassVar[int] = 1
 
-    def route(self, layer: ExpertLayer, x: Tensor, rows: Rows) -> Routing: ...
+    def route(self, layer: ExpertLayer, x: Float[Tensor, "t d"], rows: Rows) -> Routing: ...
 
-    def forward(self, layer: ExpertLayer, x: Tensor, routing: Routing) -> Tensor: ...
+    def forward(
+        self, layer: ExpertLayer, x: Float[Tensor, "t d"], routing: Routing
+    ) -> Float[Tensor, "t d"]: ...
 
 
 # ----------------------------------------------------------------------- sampler and grammar slots
@@ -300,9 +310,9 @@ class Experts(Protocol):
 class RowParams:
     """Sampling parameters per row: temperature [t] (0 = greedy), top_p [t], top_k [t] long (-1 = off)."""
 
-    temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
+    temperature: Float[Tensor, "t"]
+    top_p: Float[Tensor, "t"]
+    top_k: Int[Tensor, "t"]
 
     def rows(self, at: Tensor) -> RowParams:
         return RowParams(self.temperature[at], self.top_p[at], self.top_k[at])
@@ -313,8 +323,8 @@ class RowKeys:
     """Keys of the random numbers of each row: seed [t] long and output position [t] long
     (0 = first generated token, whatever the prompt, hits or preemption)."""
 
-    seed: Tensor
-    position: Tensor
+    seed: Int[Tensor, "t"]
+    position: Int[Tensor, "t"]
 
     def rows(self, at: Tensor) -> RowKeys:
         return RowKeys(self.seed[at], self.position[at])
@@ -331,24 +341,26 @@ class Dist:
     log-softmax of the masked logits at temperature 1 (what is reported); finite: [t] bool, False for
     a row with NaN, +inf or no legal token: such a row ends its own request."""
 
-    probs: Tensor
-    logprobs: Tensor
-    finite: Tensor
+    probs: Float[Tensor, "t v"]
+    logprobs: Float[Tensor, "t v"]
+    finite: Bool[Tensor, "t"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens: [t] long drawn; logprobs: [t] of them."""
 
-    tokens: Tensor
-    logprobs: Tensor
+    tokens: Int[Tensor, "t"]
+    logprobs: Float[Tensor, "t"]
 
 
 @runtime_checkable
 class Sampler(Protocol):
     version: ClassVar[int] = 1
 
-    def distribution(self, logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist: ...
+    def distribution(
+        self, logits: Float[Tensor, "t v"], params: RowParams, mask: Bool[Tensor, "t v"] | None = None
+    ) -> Dist: ...
 
     def draw(self, dist: Dist, keys: RowKeys) -> Sampled: ...
 
@@ -383,9 +395,9 @@ class Draft:
     of the tokens under the drafter's law; dists: the n laws they were drawn from ([b, v] each),
     kept only for a verifier whose rule needs them."""
 
-    tokens: Tensor
-    confidence: Tensor
-    logprobs: Tensor
+    tokens: Int[Tensor, "b n"]
+    confidence: Float[Tensor, "b n"]
+    logprobs: Float[Tensor, "b n"]
     dists: tuple[Dist, ...] = ()
 
 
@@ -396,7 +408,7 @@ class Target:
 
     dist: Dist
     sampled: Sampled
-    rows: Tensor
+    rows: Int[Tensor, "b n+1"]
     keys: RowKeys
 
 
@@ -404,8 +416,8 @@ class Target:
 class Accepted:
     """tokens: [b, n+1] long emitted (-1 none); count: [b] how many; at least 1 where a row ran."""
 
-    tokens: Tensor
-    count: Tensor
+    tokens: Int[Tensor, "b n+1"]
+    count: Int[Tensor, "b"]
 
 
 @runtime_checkable
@@ -420,9 +432,9 @@ class Verifier(Protocol):
     max_draft: int
     rule: str
 
-    def budget(self, stale: Tensor, cost: Any) -> int: ...
+    def budget(self, stale: Float[Tensor, "b n"], cost: Any) -> int: ...
 
-    def allocate(self, fresh: Tensor, budget: int) -> Tensor: ...
+    def allocate(self, fresh: Float[Tensor, "b n"], budget: int) -> Int[Tensor, "b"]: ...
 
     def accept(self, draft: Draft, target: Target) -> Accepted: ...
 

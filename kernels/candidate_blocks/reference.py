@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 
 from ..topk.reference import topk
 
@@ -22,6 +23,6 @@ def candidate_blocks(
     entry = torch.arange(n, device=scores.device)
     scores = torch.where(entry < visible.unsqueeze(1), scores, -torch.inf)
     padded = F.pad(scores, (0, blocks * block - n), value=-torch.inf)
-    best = padded.unflatten(1, (blocks, block)).amax(-1)
+    best = reduce(padded, "t (c block) -> t c", "max", block=block)
     newest = torch.arange(blocks, device=scores.device) == ((visible - 1) // block).unsqueeze(1)
     return topk(torch.where(newest, torch.inf, best), k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange
 
 from ..numerics import acc_dtype
 
@@ -27,20 +28,20 @@ def mhc_mix(
     comb is made doubly stochastic by `iters` Sinkhorn rounds; the softmax is the first row step,
     and the last step is a column step (V4.1 released reference).
     """
-    v = streams.flatten(1).to(acc_dtype(streams))
+    v = rearrange(streams, "t m d -> t (m d)").to(acc_dtype(streams))
     projected = v @ fn.to(v.dtype).T
     return from_projected(projected, v, base, scale, iters=iters, norm_eps=norm_eps, hc_eps=hc_eps)
 
 
 def from_projected(projected, v, base, scale, *, iters, norm_eps, hc_eps):
     """The mixing weights from fn v "t m(2+m)" and v "t m*d"."""
-    t, m = len(v), mixed_streams(projected.shape[1])
+    m = mixed_streams(projected.shape[1])
     base, scale = base.to(v.dtype), scale.to(v.dtype)
     # Project first, then scale by the RMS of all streams together.
     z = projected * torch.rsqrt(v.square().mean(-1, keepdim=True) + norm_eps)
     pre = torch.sigmoid(z[:, :m] * scale[0] + base[:m]) + hc_eps
     post = 2 * torch.sigmoid(z[:, m : 2 * m] * scale[1] + base[m : 2 * m])
-    comb = (z[:, 2 * m :] * scale[2] + base[2 * m :]).view(t, m, m)
+    comb = rearrange(z[:, 2 * m :] * scale[2] + base[2 * m :], "t (j k) -> t j k", k=m)
     return pre, post, sinkhorn(comb, iters, hc_eps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 
 from ..numerics import acc_dtype
 
@@ -21,6 +22,7 @@ def rope(
     cos = cos.to(wide).view(shape)
     sin = (-sin if inverse else sin).to(wide).view(shape)
     still, turned = x[..., : x.shape[-1] - r], x[..., x.shape[-1] - r :].to(wide)
-    a, b = turned[..., 0::2], turned[..., 1::2]
-    pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
-    return torch.cat([still, pairs.flatten(-2).to(x.dtype)], dim=-1)
+    a, b = rearrange(turned, "... (pair two) -> two ... pair", two=2)
+    pairs = [a * cos - b * sin, a * sin + b * cos]
+    turned = rearrange(pairs, "two ... pair -> ... (pair two)")
+    return torch.cat([still, turned.to(x.dtype)], dim=-1)
