@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.scheduler import Schedule
 from deepinfer.engine.step import StepResult
 
 
@@ -22,51 +23,90 @@ def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
         stats.prefill_steps, stats.prefill_rows = stats.prefill_steps + 1, stats.prefill_rows + rows
     else:
         stats.decode_steps, stats.decode_rows = stats.decode_steps + 1, stats.decode_rows + rows
-    for i, share in enumerate(result.shares):
+    for share in result.shares:
         share.request.computed = share.stop
-        if share.request.params.prompt_logprobs and share.start < len(share.request.prompt):
-            prompt_logprobs(result, i, step)
-    if result.emitters:
-        emit(rt, result, step)
+    guarded = [(share.request, prompt_logprobs, (result, i, step)) for i, share in enumerate(result.shares)]
+    guarded += [
+        (result.shares[i].request, emit, (rt, result, b, step)) for b, i in enumerate(result.emitters)
+    ]
+    for request, write, arguments in guarded:
+        try:
+            write(*arguments)
+        except Exception as error:  # what one request's result breaks costs that request only
+            request.finish("error", error)
     for share in result.shares:
         if share.request.finished:
             stats.finished[share.request.finish_reason] += 1
             rt.scheduler.release(share.request)
 
 
-def emit(rt: Runtime, result: StepResult, step: int) -> None:
-    """Append accepted tokens one by one, stopping where a stop, an error or the length says so."""
-    accepted, target = result.accepted, result.target
-    tokens, counts = accepted.tokens.tolist(), accepted.count.tolist()
-    rows = target.rows.tolist()
-    logprob = target.dist.logprobs
-    finite = target.dist.finite.tolist()
-    for b, i in enumerate(result.emitters):
-        request, drafts = result.shares[i].request, result.drafts[i]
-        if request.finished:  # by a prompt row
-            continue
-        before = request.computed
-        kept = 0
-        for j in range(counts[b]):
-            if not finite[rows[b][j]]:
-                request.finish("error", non_finite(request, step, j, f"output position {len(request.output)}"))
-                break
-            token = tokens[b][j]
-            request.output.append(token)
-            request.logprobs.append(float(logprob[rows[b][j], token]))
-            source = "draft" if j < counts[b] - 1 else "target"
-            request.steps.append(TokenStep(step, j, source))
-            top = request.params.top_logprobs
-            if top:
-                request.top_logprobs.append(most_likely(logprob[rows[b][j]], top))
-            kept += 1
-            if stops(rt, request):
-                break
-        rt.stats.tokens += kept
-        for depth in range(len(drafts)):
-            rt.stats.drafted[depth] += 1
-            rt.stats.accepted[depth] += depth < min(kept, counts[b] - 1)
-        request.computed = before + max(kept - 1, 0)
+def undo(rt: Runtime, schedule: Schedule) -> None:
+    """After a step that failed before its commit. A few rows are simply written again, but a long
+    chunk has overwritten ring places that held its own history: such a prompt starts over."""
+    for share in schedule.shares:
+        request = share.request
+        written = share.stop - share.start
+        if not request.finished and request.computed == share.start and written > rt.limits.backtracking:
+            request.computed = request.plan.start
+            request.prompt_logprobs.clear()
+
+
+def emit(rt: Runtime, result: StepResult, b: int, step: int) -> None:
+    """Append emitter b's accepted tokens one by one, stopping where a stop, an error or the length
+    says so."""
+    i, target = result.emitters[b], result.target
+    request, drafts = result.shares[i].request, result.drafts[i]
+    if request.finished:  # by a prompt row
+        return
+    if request.id in result.errors:
+        raise result.errors[request.id]
+    count, tokens = int(result.accepted.count[b]), result.accepted.tokens[b].tolist()
+    if not 1 <= count <= len(drafts) + 1:
+        raise ValueError(
+            f"request {request.id}: {rt.verifier!r} accepted {count} tokens of {len(drafts)} drafts; "
+            f"1 to {len(drafts) + 1} are possible"
+        )
+    rows = target.rows[b].tolist()
+    before, kept = request.computed, 0
+    for j in range(count):
+        if not bool(target.dist.finite[rows[j]]):
+            place = f"output position {len(request.output)}"
+            request.finish("error", non_finite(request, step, j, place))
+            break
+        source = "draft" if j < count - 1 else "target"
+        append(rt, request, tokens[j], target.dist.logprobs[rows[j]], TokenStep(step, j, source))
+        kept += 1
+        if request.finished:
+            break
+    rt.stats.tokens += kept
+    for depth in range(len(drafts)):
+        rt.stats.drafted[depth] += 1
+        rt.stats.accepted[depth] += depth < min(kept, count - 1)
+    request.computed = before + max(kept - 1, 0)
+
+
+def append(rt: Runtime, request: Request, token: int, logprobs: Tensor, place: TokenStep) -> None:
+    """One token with its log-probabilities; ends the request where it is the last. Raises ValueError
+    for a token that is none."""
+    vocab = rt.config.vocab_size
+    if not 0 <= token < vocab:
+        raise ValueError(
+            f"request {request.id}: {rt.sampler!r} and {rt.verifier!r} emitted token {token}; the ids are "
+            f"0..{vocab - 1}"
+        )
+    request.output.append(token)
+    request.logprobs.append(float(logprobs[token]))
+    request.steps.append(place)
+    if request.params.top_logprobs:
+        request.top_logprobs.append(most_likely(logprobs, request.params.top_logprobs))
+    if stops(rt, request) and request.finish_reason == "stop" or request.grammar is None:
+        return
+    if not request.grammar.accept(token):
+        raise ValueError(
+            f"request {request.id}: its grammar refuses token {token}, which it had allowed; di.check the grammar"
+        )
+    if request.grammar.done:
+        request.finish("stop")
 
 
 def stops(rt: Runtime, request: Request) -> bool:
@@ -97,6 +137,8 @@ def prompt_logprobs(result: StepResult, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
     share = result.shares[i]
     request = share.request
+    if not request.params.prompt_logprobs or share.start >= len(request.prompt):
+        return
     first, last = result.logit_spans[i]
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)

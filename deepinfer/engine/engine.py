@@ -27,7 +27,7 @@ from deepinfer.engine.settings import (
     split_settings,
 )
 from deepinfer.engine.stats import Stats
-from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
+from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list, token_bytes
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Prompt
 
@@ -283,13 +283,13 @@ class Engine:
 
     @property
     def requests(self) -> dict[int, Request]:
-        """Requests waiting or running by id, as they are now; for reading."""
+        """Requests that are not done with, by id, as they are now; for reading."""
         return dict(self._requests)
 
     @property
     def unfinished(self) -> int:
-        """Requests waiting or running."""
-        return 0 if self._runtime is None else self._runtime.scheduler.unfinished
+        """Requests waiting or running, or finished with their completion not handed out by `step` yet."""
+        return len(self._requests)
 
     def abort(self, id: int) -> Completion:
         """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
@@ -337,7 +337,9 @@ class Engine:
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
         seed = rng.request_seed(self._settings.seed, self._count) if params.seed is None else params.seed
         request = Request(self._count, ids, params, seed)
-        request.grammar = rt.slots["grammar"].compile(params.grammar, self._shared.tokenizer)
+        if params.grammar is not None:
+            vocab = token_bytes(self._shared.tokenizer, self.config.vocab_size)
+            request.grammar = rt.slots["grammar"].compile(params.grammar, vocab).start()
         prompt_seen = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
         request.plan = rt.replay_plan(prompt_seen)
         if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
@@ -373,6 +375,9 @@ class Engine:
             step.propose(rt, going, self._tap([r.id for r in going]))
             for trace in self._traces:
                 trace.settle(self._steps, {r.id: r.computed for r in requests})
+        except BaseException:
+            commit.undo(rt, schedule)
+            raise
         finally:  # rows of a step that failed keep its number to themselves
             self._steps += 1
 
@@ -497,6 +502,17 @@ class Engine:
         self._runtime = None
         self._requests.clear()
         self._closed = True
+
+    def __copy__(self) -> Engine:
+        raise TypeError("a copy would share cache and requests: use eng.with_(), which shares the weights alone")
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an engine cannot be pickled: in the other process make one from eng.source with eng.settings"
+        )
 
     def __enter__(self) -> Engine:
         return self

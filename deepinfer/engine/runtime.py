@@ -109,15 +109,15 @@ class Runtime:
         self.slots, self.limits = slots, limits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
         self.stats = Stats()
+        require(
+            "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
+            "Lower max_num_seqs, max_model_len or num_pages.",
+        )
         self.pages = Pool("pages", self.limits.pages)
         self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
         self.scheduler = Scheduler(
             self.pages, self.states, page_size=self.limits.page_size, max_num_seqs=self.limits.seqs,
             max_rows=self.limits.rows, lookahead=self.limits.lookahead,
-        )
-        require(
-            "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
-            "Lower max_num_seqs, max_model_len or num_pages.",
         )
         self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
 
@@ -138,9 +138,13 @@ class Runtime:
         return self.slots["replay"]
 
     def replay_plan(self, prompt: Prompt) -> ReplayPlan:
-        """The replay slot's plan for a prompt. Raises ValueError where it breaks a law."""
+        """The replay slot's plan for a prompt. Raises ValueError where it breaks a law, TypeError where
+        it is none."""
         c = self.config
-        return self.replay.plan(prompt, c).validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
+        plan = self.replay.plan(prompt, c)
+        if not isinstance(plan, ReplayPlan):
+            raise TypeError(f"replay {self.replay!r}.plan returned {plan!r}: want a ReplayPlan")
+        return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
 
     @property
     def ops(self) -> Ops:

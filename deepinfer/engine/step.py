@@ -12,17 +12,20 @@ from torch import Tensor
 
 from deepinfer import rng
 from deepinfer.engine.batch import Work, build
+from deepinfer.engine.legal import legal_mask
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule, Share
 from deepinfer.model.context import Tap
 from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowParams, Target
+from deepinfer.slots.results import expect
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """shares: what ran, each with its drafts as they were verified; emitters: indices of the shares
-    that emit, in the order of the rest: accepted tokens and laws; rows: [b, n+1] flat logit rows."""
+    that emit, in the order of the rest: accepted tokens and laws; logit_spans: flat logit rows of each
+    share; errors: by request id, of grammars that failed."""
 
     shares: tuple[Share, ...]
     emitters: tuple[int, ...]
@@ -31,6 +34,7 @@ class StepResult:
     target: Target | None
     logits: Tensor
     logit_spans: tuple[tuple[int, int], ...]
+    errors: dict[int, Exception]
 
 
 def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
@@ -48,11 +52,11 @@ def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
         spans.append((at, at + rows))
         at += rows
     emitters = tuple(i for i, s in enumerate(schedule.shares) if s.stop >= len(s.request.prompt))
-    accepted, target = None, None
+    accepted, target, errors = None, None, {}
     if emitters:
-        accepted, target = sample(rt, schedule.shares, emitters, drafts, logits, spans)
+        accepted, target, errors = sample(rt, schedule.shares, emitters, drafts, logits, spans)
     return StepResult(
-        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans)
+        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans), errors
     )
 
 
@@ -86,8 +90,13 @@ def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, .
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
             stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
-    budget = rt.verifier.budget(stale, None)
-    rows = rt.verifier.allocate(survival, budget).tolist()
+    budget = max(min(rt.verifier.budget(stale, None), rt.limits.rows), len(shares))
+    who = f"verifier {rt.verifier!r}.allocate"
+    allocated = rt.verifier.allocate(survival, budget)
+    expect(allocated, (len(shares),), who, False)
+    rows = allocated.tolist()
+    if any(not 1 <= r <= 1 + n for r in rows):
+        raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
     held = [held_draft(s.request) for s in shares]
     return [() if d is None else d.tokens[: rows[i] - 1] for i, d in enumerate(held)]
 
@@ -113,8 +122,9 @@ def row_keys(requests: list[Request], positions: list[int], device) -> RowKeys:
 
 def sample(
     rt: Runtime, shares, emitters: tuple[int, ...], drafts, logits: Tensor, spans
-) -> tuple[Accepted, Target]:
-    """The target's law and draw at every emitting row, and the accepted prefix of each draft."""
+) -> tuple[Accepted, Target, dict[int, Exception]]:
+    """The target's law and draw at every emitting row, the accepted prefix of each draft, and the
+    errors of grammars by request id."""
     device, width = logits.device, max(len(drafts[i]) for i in emitters)
     flat, owners, positions, rows = [], [], [], []
     for i in emitters:
@@ -126,9 +136,20 @@ def sample(
         positions += range(len(request.output), len(request.output) + n + 1)
     chosen = logits if len(flat) == logits.shape[0] else logits[torch.tensor(flat, device=device)]
     keys = row_keys(owners, positions, device)
-    dist = rt.sampler.distribution(chosen, row_params(owners, device), None)
-    target = Target(dist, rt.sampler.draw(dist, keys), torch.tensor(rows, device=device), keys)
-    return rt.verifier.accept(stacked_drafts(rt, shares, emitters, drafts, width, device), target), target
+    requests = [shares[i].request for i in emitters]
+    mask, errors = legal_mask(requests, [drafts[i] for i in emitters], rt.config.vocab_size, device)
+    dist = rt.sampler.distribution(chosen, row_params(owners, device), mask)
+    sampled = rt.sampler.draw(dist, keys)
+    expect(dist.probs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (probs)", True)
+    expect(dist.logprobs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (logprobs)", True)
+    expect(dist.finite, (len(flat),), f"sampler {rt.sampler!r}.distribution (finite)")
+    expect(sampled.tokens, (len(flat),), f"sampler {rt.sampler!r}.draw (tokens)", False)
+    target = Target(dist, sampled, torch.tensor(rows, device=device), keys)
+    draft = stacked_drafts(rt, shares, emitters, drafts, width, device)
+    accepted = rt.verifier.accept(draft, target)
+    expect(accepted.tokens, (len(emitters), width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
+    expect(accepted.count, (len(emitters),), f"verifier {rt.verifier!r}.accept (count)", False)
+    return accepted, target, errors
 
 
 def stacked_drafts(rt: Runtime, shares, emitters, drafts, width: int, device) -> Draft:

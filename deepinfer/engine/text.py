@@ -21,17 +21,33 @@ def items_of(x: Any, want: str) -> list[Any]:
 
 
 def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """(prompts, was it a single one). A flat sequence of numbers is one prompt of token ids."""
+    """(prompts, was it a single one). A flat sequence of numbers, or an empty array of one axis, is
+    one prompt of token ids; an empty list is no prompts."""
     if isinstance(prompts, str):
         return [prompts], True
     items = items_of(prompts, "prompts are a string, a list of token ids, or a list of those")
+    # an empty array is one empty prompt where its only axis would count tokens
+    if not items and hasattr(prompts, "tolist") and getattr(prompts, "ndim", 1) == 1:
+        return [items], True
     flat = bool(items) and not any(isinstance(i, str) or hasattr(i, "__iter__") for i in items)
     return ([items], True) if flat else (items, False)
+
+
+def check_unicode(text: str) -> None:
+    """ValueError for a lone surrogate, which a Python string can hold and UTF-8 can't spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not valid Unicode: index {error.start} is the lone surrogate "
+            f"{text[error.start]!r}; decode it from bytes with errors='replace', or remove it"
+        ) from None
 
 
 def encode_prompt(engine, prompt: Any) -> list[int]:
     """Token ids of one prompt, range-checked. ValueError says what was found."""
     if isinstance(prompt, str):
+        check_unicode(prompt)
         ids = engine.encode(prompt)
     else:
         ids = items_of(prompt, "a prompt is a string or a list of token ids")
@@ -86,3 +102,25 @@ class Detokenizer:
 
     def all(self, ids: list[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def token_bytes(tokenizer: Any, vocab: int) -> list[bytes]:
+    """The bytes each token id spells, for grammars; b"" for ids the tokenizer does not have.
+
+    Byte-level vocabularies write a byte as a printable character (GPT-2's table); special tokens
+    spell their own text.
+    """
+    if tokenizer is None:
+        return [b""] * vocab
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    table = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+    special = set(tokenizer.get_added_tokens_decoder())
+    out = []
+    for token in range(vocab):
+        text = tokenizer.id_to_token(token) or ""
+        if token not in special and all(ch in table for ch in text):
+            out.append(bytes(table[ch] for ch in text))
+        else:
+            out.append(text.encode())
+    return out

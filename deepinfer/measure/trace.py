@@ -92,6 +92,8 @@ class Trace:
         return [n for n in self._chosen if n in self._rows]
 
     def __enter__(self) -> Trace:
+        if self in self._engine._traces:
+            raise RuntimeError("this trace is already entered: make another with eng.trace(...)")
         self._engine._traces.append(self)
         return self
 

@@ -19,6 +19,7 @@ from deepinfer.model.compressor import Compressor, closes
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm, frozen
 from deepinfer.slots.protocols import AttnPlan, Cut, IndexQuery, LayerInfo, Rows, RowSet
+from deepinfer.slots.results import expect
 
 
 class Indexer(nn.Module):
@@ -163,6 +164,7 @@ class AttentionLayer(nn.Module):
             rows = self._select(x, qa, cos, sin, rows, kv, info, shared, ctx)
         selected = rows.selected if self.ratio > 0 else None
         context = ctx.attention.attend(info, q, kv, selected, shared)
+        expect(context, tuple(q.shape), f"attention {type(ctx.attention).__name__}.attend", True)
         if plan is None and stored is not None:
             store(stored, ctx.window_writes(self.layer, keys), key, own)
         context = ctx.ops.rope(context, cos, sin, inverse=True)
@@ -172,7 +174,9 @@ class AttentionLayer(nn.Module):
 
     def _select(self, x, qa, cos, sin, rows: Rows, kv: LayerKV, info: LayerInfo, plan: AttnPlan, ctx) -> Rows:
         carried = rows.selected
+        who = f"attention {type(ctx.attention).__name__}.select"
         picked = ctx.attention.select(info, self.index_query(x, qa, cos, sin, ctx), kv, plan, carried)
+        expect(picked.ids, (rows.set.count, *picked.ids.shape[1:2]), f"{who} (ids)", False)
         ids = ctx.see(f"{info.name}.selected", picked.ids, rows.set)
         if picked.candidates is not None:
             blocks = ctx.see(f"{info.name}.candidates", picked.candidates, rows.set)

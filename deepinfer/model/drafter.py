@@ -52,11 +52,7 @@ class Drafter:
     """The drafter over a Model's mtp blocks (no weights of its own; embedding and head are shared)."""
 
     def __init__(self, model: Model) -> None:
-        self._model = [model]  # in a list: a module attribute would make the modules own each other
-
-    @property
-    def model(self) -> Model:
-        return self._model[0]
+        self.model = model
 
     def context_keys(self, features: Tensor, keys: RowSet, ctx: ForwardContext) -> list[Tensor]:
         """[t, d] window key of every draft layer at the rows' positions, before rounding."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deepinfer.config import ModelConfig
 from deepinfer.model.layers import Linear, Weight, frozen
 from deepinfer.slots.protocols import ExpertLayer, Rows
+from deepinfer.slots.results import expect
 
 
 class Gate(nn.Module):
@@ -74,8 +75,13 @@ class MoE(nn.Module):
         """x [t, d] -> routed sum + shared expert [t, d]. Padding rows are routed to no expert."""
         layer = self.layer(name, ctx)
         routing = ctx.experts.route(layer, x, rows)
+        who = f"experts {type(ctx.experts).__name__}"
+        expect(routing.ids, (x.shape[0], *routing.ids.shape[1:2]), f"{who}.route (ids)", False)
+        expect(routing.weights, tuple(routing.ids.shape), f"{who}.route (weights)", True)
         if ctx.tap is not None:
             ids = ctx.see(f"{name}.experts", routing.ids, rows.set)
             weights = ctx.see(f"{name}.weights", routing.weights, rows.set)
             routing = replace(routing, ids=ids, weights=weights)
-        return ctx.experts.forward(layer, x, routing) + self.shared_experts(x, ctx)
+        routed = ctx.experts.forward(layer, x, routing)
+        expect(routed, tuple(x.shape), f"{who}.forward", True)
+        return routed + self.shared_experts(x, ctx)

@@ -8,6 +8,7 @@ same call is a plain differentiable forward (training, one-shot checks).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from deepinfer.model.engram import Engram
 from deepinfer.model.layers import Linear, Norm, Weight
 from deepinfer.model.router import MoE
 from deepinfer.slots.protocols import AttnPlan, Rows, RowSet
+
+if TYPE_CHECKING:
+    from deepinfer.model.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        from deepinfer.model.drafter import DraftLayer, Drafter
+        from deepinfer.model.drafter import DraftLayer
 
         c = self.config = config
         self.embed = Weight(c.vocab_size, c.hidden_size)
@@ -99,8 +103,15 @@ class Model(nn.Module):
         self.norm = Norm(c.hidden_size)
         self.head = Linear(c.hidden_size, c.vocab_size)
         self.mtp = nn.ModuleList(DraftLayer(c, i) for i in range(c.num_nextn_predict_layers))
-        self.drafter = Drafter(self)
         self.register_buffer("token_map", torch.zeros(0, dtype=torch.long), persistent=False)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter over the mtp blocks. Made when asked for: held, it would be a reference cycle,
+        and weights would outlive their last engine until a garbage collection."""
+        from deepinfer.model.drafter import Drafter
+
+        return Drafter(self)
 
     def set_token_map(self, token_map: Tensor) -> None:
         """[vocab_size] long, compressed id of each token (see engram_hash.token_map)."""

@@ -476,6 +476,8 @@ class ReplayPlan:
                     f"ReplayPlan.{name} has {len(getattr(self, name))} entries, the model has {layers} "
                     "layers: give one per backbone layer"
                 )
+            if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in getattr(self, name)):
+                raise ValueError(f"ReplayPlan.{name} is {getattr(self, name)}: positions are integers >= 0")
         behind = [s for s in sources if s and self.rows_from[s - 1] > self.write_from]
         laws = [
             (0 <= self.start < max(prompt.length, 1), f"start {self.start} is outside 0..{prompt.length - 1}"),
@@ -491,6 +493,8 @@ class ReplayPlan:
              f"rows_from falls from layer to layer: {self.rows_from}"),
             (all(f >= k for f, k in zip(self.floor, self.kv_from)),
              "floor is below kv_from: a row would see window keys that were never written"),
+            (all(f < max(prompt.length, 1) for f in self.floor),
+             f"floor {max(self.floor, default=0)} hides the last prompt row {prompt.length - 1} from itself"),
             (all(r < max(prompt.length, 1) for r in self.rows_from),
              f"rows_from {max(self.rows_from, default=0)} drops the last prompt row {prompt.length - 1}"),
             (all(k >= e for k, e in zip(self.kv_from[1:], self.rows_from)),

@@ -1,0 +1,20 @@
+"""What a slot returned, checked where it enters the engine: a wrong shape would broadcast in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def expect(value: Any, shape: tuple[int, ...], who: str, floating: bool | None = None) -> None:
+    """Raise TypeError or ValueError, naming slot object and method, unless value is a tensor of shape.
+
+    floating: True or False where the dtype has to be a float or an integer (or bool).
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{who} returned {type(value).__name__} {value!r}: want a tensor of shape {list(shape)}")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{who} returned shape {list(value.shape)}: want {list(shape)}")
+    if floating is not None and value.is_floating_point() != floating:
+        raise TypeError(f"{who} returned {value.dtype}: want {'a float' if floating else 'an integer'} dtype")
