@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping
 
 from .config import ModelConfig, QuantizationConfig, RopeScaling, VisionConfig
 
-__all__ = ["model_from_dict", "model_to_dict", "read_json"]
+__all__ = ["model_from_dict", "model_to_dict", "parse_json", "read_json"]
 
 ARCHITECTURES = ["DeepseekV41ForCausalLM"]
 MODEL_TYPES = {
@@ -30,10 +32,15 @@ _HARMLESS = {"transformers_version", "torch_dtype", "auto_map", "_name_or_path",
 _HARMLESS |= {"architectures", "return_dict", "output_attentions", "output_hidden_states"}
 # repeated inside text_config by some writers; must say what the top level says
 _REPEATED = {"bos_token_id", "eos_token_id", "pad_token_id", "dtype"}
+_DEEPEST = 64  # levels of objects and lists in a file; no file of a checkpoint has ten
+_TOO_DEEP = f"more than {_DEEPEST} levels deep; download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object from a file; ValueError says what the file is instead."""
+    if path.exists() and not path.is_file():  # a folder fails to open, a pipe would wait for ever
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ValueError(f"is {kind}; expected a JSON file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -48,13 +55,45 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError("is a Git LFS pointer, not the file; fetch it with `git lfs pull`")
     if start.startswith("<"):
         raise ValueError("is an HTML page, not JSON; the download was answered by a web page")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not valid JSON ({error}); download it again") from None
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, not an object of keys")
     return value
+
+
+def parse_json(text: str) -> Any:
+    """Any JSON value; ValueError for text that is none, nested too deeply, or repeats a key.
+
+    Readers differ in which value of a repeated key they take, so none is taken.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+        _check_depth(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not valid JSON ({error}); download it again") from None
+    except RecursionError:
+        raise ValueError(f"nests objects or lists {_TOO_DEEP}") from None
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        key = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"repeats the key {key!r}, so its value is unclear; keep one of them")
+    return unique
+
+
+def _check_depth(value: Any) -> None:
+    """ValueError where what reads, compares or writes the value could run out of stack."""
+    level, depth = [value], 0
+    while level := [part for part in level if isinstance(part, (dict, list))]:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"nests objects or lists {_TOO_DEEP}")
+        parts = (whole.values() if isinstance(whole, dict) else whole for whole in level)
+        level = list(itertools.chain.from_iterable(parts))
 
 
 def model_from_dict(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConfig:

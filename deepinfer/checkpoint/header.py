@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from deepinfer.config_io import parse_json
 
 __all__ = ["CheckpointError", "Entry", "read_header"]
 
@@ -13,6 +15,7 @@ __all__ = ["CheckpointError", "Entry", "read_header"]
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
 _BITS |= {"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32}
 _BITS |= {"U64": 64, "I64": 64, "F64": 64}
+_LONGEST = 100_000_000  # bytes of a header; the safetensors format allows no more
 
 
 class CheckpointError(ValueError):
@@ -37,29 +40,31 @@ def read_header(path: Path) -> list[Entry]:
     CheckpointError when the file is missing, cut short, or something else than safetensors.
     """
     try:
+        if path.exists() and not path.is_file():  # a folder, or a pipe that would wait for ever
+            raise CheckpointError(f"{path}: is not a file; a shard is a safetensors file")
         size = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
-            readable = len(start) == 8 and 2 <= length <= size - 8
+            readable = len(start) == 8 and 2 <= length <= min(size - 8, _LONGEST)
             text = file.read(length) if readable else start + file.read(56)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: shard not found; download it, or fix the index") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from None
     if not readable:
         raise CheckpointError(f"{path}: {_what_it_is(text, size)}")
     try:
-        header = json.loads(text)
+        header = parse_json(text.decode("utf-8"))
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
-        header.pop("__metadata__", None)
-        entries = [_entry(path, name, value) for name, value in header.items()]
-        ends = [tuple(value["data_offsets"]) for value in header.values()]
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        _check_metadata(header.pop("__metadata__", {}))
+    except ValueError as error:
         raise CheckpointError(
             f"{path}: not a safetensors file ({error}); download it again"
         ) from None
+    entries = [_entry(path, name, value) for name, value in header.items()]
+    ends = [tuple(value["data_offsets"]) for value in header.values()]
     _check_extent(path, entries, ends, payload=size - 8 - length)
     return entries
 
@@ -78,22 +83,38 @@ def _what_it_is(start: bytes, size: int) -> str:
     )
 
 
-def _entry(path: Path, name: str, value: dict) -> Entry:
-    dtype, shape = value["dtype"], tuple(value["shape"])
-    begin, end = value["data_offsets"]
+def _check_metadata(metadata: Any) -> None:
+    strings = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not strings:
+        raise ValueError("its __metadata__ is not an object of strings")
+
+
+def _entry(path: Path, name: str, value: Any) -> Entry:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _sizes(shape) and _sizes(offsets) and len(offsets) == 2):
+        raise CheckpointError(
+            f"{path}: not a safetensors file (tensor {name} has dtype {dtype!r}, shape {shape!r} "
+            f"and data_offsets {offsets!r}; expected a name, a list of integers >= 0 and two "
+            "integers >= 0); download it again"
+        )
+    shape, (begin, end) = tuple(shape), offsets
     if dtype not in _BITS:
         raise CheckpointError(
             f"{path}: tensor {name} has dtype {dtype!r}, which safetensors does not define; "
             "convert it with the tool that wrote it"
         )
-    if any(not isinstance(axis, int) or axis < 0 for axis in shape):
-        raise ValueError(f"tensor {name} has shape {shape}")
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
         raise CheckpointError(
             f"{path}: tensor {name} of {dtype} {list(shape)} is given {end - begin} bytes; the "
             "header is damaged: download the file again"
         )
     return Entry(name.removeprefix("model."), name, path, dtype, shape, end - begin)
+
+
+def _sizes(value: Any) -> bool:
+    """Whether it is a list of integers >= 0."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _check_extent(path: Path, entries: list[Entry], ends: list[tuple], payload: int) -> None:

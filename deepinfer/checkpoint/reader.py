@@ -6,7 +6,9 @@ does not fit: no payload byte has been read by then. `read` maps a tensor from i
 
 from __future__ import annotations
 
+import logging
 import os
+import reprlib
 from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable
@@ -65,7 +67,7 @@ class Checkpoint:
         try:
             config = ModelConfig.from_file(path)
             engram_hash.check_rows(config)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             raise CheckpointError(_with_file(error, path / "config.json")) from None
         found = _entries(path)
         entries = {name: entry for name, entry in found.items() if not names.is_unread(name)}
@@ -178,7 +180,7 @@ def _with_file(error: Exception, file: Path) -> str:
 def _entries(path: Path) -> dict[str, Entry]:
     """Every tensor of the folder by its name, checked against the index where there is one."""
     index = path / INDEX
-    if index.is_file():
+    if os.path.lexists(index):  # what stands there must be an index: it is never passed over
         return _indexed(path, index)
     shards = sorted(path.glob("*.safetensors"))
     if len(shards) != 1:
@@ -191,15 +193,19 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 def _indexed(path: Path, index: Path) -> dict[str, Entry]:
     try:
-        weight_map = read_json(index).get("weight_map")
-    except ValueError as error:
-        raise CheckpointError(f"{index}: {error}") from None
+        content = read_json(index)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(_with_file(error, index)) from None
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map of tensor names to files")
-    shards = sorted(set(map(str, weight_map.values())))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{index}: names the file {shard!r}; expected a plain file name")
+    for name, shard in weight_map.items():
+        if not _plain_name(shard):
+            raise CheckpointError(
+                f"{index}: places tensor {name} in {reprlib.repr(shard)}; expected the plain name "
+                "of a file in the same folder: download the index again"
+            )
+    shards = sorted(set(weight_map.values()))
     found: dict[str, Entry] = {}
     for shard in shards:
         for entry in read_header(path / shard):
@@ -218,7 +224,30 @@ def _indexed(path: Path, index: Path) -> dict[str, Entry]:
                 f"{path / shard}: lacks tensor {name}, which {INDEX} places in it; shards and "
                 "index are of different downloads: fetch them together"
             )
+    _warn_of_leftovers(path, content.get("metadata"), found)
     return found
+
+
+def _plain_name(shard: Any) -> bool:
+    """Whether it names a file inside a folder on every system; 255 bytes is the longest name."""
+    if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+        return False
+    return len(shard.encode("utf-8", "replace")) <= 255 and shard.isprintable()
+
+
+def _warn_of_leftovers(path: Path, metadata: Any, found: dict[str, Entry]) -> None:
+    """Say what an index leaves unclear without a doubt about any tensor; other tools write such."""
+    log = logging.getLogger("deepinfer")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    held = sum(entry.nbytes for entry in found.values())
+    if total is not None and total != held:
+        log.warning("%s: metadata.total_size is %s, the shards hold %d bytes of tensors",
+                    path / INDEX, reprlib.repr(total), held)  # fmt: skip
+    used = {entry.file.name for entry in found.values()}
+    stray = sorted(file.name for file in path.glob("*.safetensors") if file.name not in used)
+    if stray:
+        log.warning("%s: not read, because %s does not name them: %s",
+                    path, INDEX, ", ".join(stray))  # fmt: skip
 
 
 def _unique(entries: list[Entry], found: dict[str, Entry]) -> dict[str, Entry]:
