@@ -114,6 +114,29 @@ def test_extreme_numbers_stay_finite(top, temperature):
     assert dist.finite.all() and dist.probs.sum() == pytest.approx(1) and dist.probs[0, 3] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e38, 3e38, 1e39, 1e300])
+def test_a_temperature_beyond_the_range_is_uniform_over_what_is_legal(dtype, temperature):
+    logits = torch.tensor([[5.0, -math.inf, -2.0, 1e4, -3e30]], dtype=dtype)
+    mask = torch.tensor([[True, True, True, False, True]])
+    dist = S.distribution(logits, params([(temperature, 1.0, -1)]), mask)
+    third = 1 / 3
+    assert dist.probs[0].tolist() == pytest.approx([third, 0, third, 0, third], rel=1e-6)
+    assert dist.probs[0, 1] == dist.probs[0, 3] == 0 and dist.finite.all()
+    drawn = S.draw(S.distribution(logits.expand(300, 5), params([(temperature, 1.0, -1)] * 300),
+                                  mask.expand(300, 5)), keys(range(300)))  # fmt: skip
+    assert set(drawn.tokens.tolist()) == {0, 2, 4}
+    two = S.distribution(logits, params([(temperature, 1.0, 2)]), mask)
+    assert two.probs[0].tolist() == pytest.approx([0.5, 0, 0.5, 0, 0])
+
+
+def test_logits_whose_difference_overflows_are_equal_at_such_a_temperature():
+    logits = torch.tensor([[3e38, -3e38, -math.inf]])
+    assert S.distribution(logits, params([(1e39, 1.0, -1)])).probs.tolist() == [[0.5, 0.5, 0.0]]
+    cold = S.distribution(logits, params([(1.0, 1.0, -1)])).probs
+    assert cold.tolist() == [[1.0, 0.0, 0.0]]
+
+
 def test_inputs_are_left_alone_and_no_rows_are_legal():
     logits, mask = torch.randn(2, 8), torch.rand(2, 8) > 0.5
     mask[:, 0] = True

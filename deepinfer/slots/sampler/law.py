@@ -50,9 +50,15 @@ def law(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
 
 
 def _scale(x: Tensor, params: RowParams, greedy: Tensor) -> Tensor:
-    """(x - max x) / T, so that no temperature overflows to +inf."""
-    inverse = 1 / params.temperature.to(x.dtype).masked_fill(greedy, 1.0)
-    return (x - x.amax(-1, keepdim=True)) * inverse[:, None]
+    """(x - max x) / T, so that no temperature overflows to +inf.
+
+    Where 1/T is 0 (a T beyond the dtype's range), a masked token stays masked and the others are
+    equal: 0 meets no infinity, as halves of finite numbers have a finite difference.
+    """
+    inverse = 2 / params.temperature.to(x.dtype).masked_fill(greedy, 1.0)
+    masked = x == -torch.inf
+    half = x.masked_fill(masked, 0.0) / 2 - x.amax(-1, keepdim=True) / 2
+    return (half * inverse[:, None]).masked_fill(masked, -torch.inf)
 
 
 def _filter(x: Tensor, scaled: Tensor, params: RowParams, greedy: Tensor) -> Tensor:
