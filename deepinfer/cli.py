@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PROMPTS = ("The walk of a token begins", "A cache remembers")
 DRAFTS = 3
+MOST_THREADS = 1024  # torch starts as many as it is told to, whatever the machine has
 RELEASE = "v41-flash"  # the released architecture, known without a checkpoint
 
 
@@ -35,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `deepinfer inspect ... | head`
         sys.stderr.close()
         return 1
-    except (ValueError, LookupError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, LookupError, OSError, ImportError, RuntimeError, MemoryError) as error:
         if args.traceback:
             raise
         said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if isinstance(error, MemoryError):  # Python's own says nothing
+            said = f"out of memory {error}".rstrip()
         print(f"deepinfer {args.command}: {said}", file=sys.stderr)
         return 1
 
@@ -246,8 +249,8 @@ def _add_common(parser: argparse.ArgumentParser, seed: int | None) -> None:
     parser.add_argument("--seed", type=int, default=seed, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N",
-        help="of the CPU; decode-sized work wants 1 (default)",
+        "--threads", type=_thread_count, default=1, metavar="N",
+        help=f"of the CPU, 1 to {MOST_THREADS}; decode-sized work wants 1 (default)",
     )  # fmt: skip
     _add_json(parser)
 
@@ -259,10 +262,14 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 # -- inside ---------------------------------------------------------------------------------------
 
 
+def _thread_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:10]) <= MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer in 1..{MOST_THREADS} is needed")
+    return int(text)
+
+
 def _threads(count: int) -> int:
     """Set torch's threads and say so."""
-    if count < 1:
-        raise ValueError(f"--threads {count}: 1 or more")
     import torch
 
     torch.set_num_threads(count)

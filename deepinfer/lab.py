@@ -37,6 +37,8 @@ def copy(target: Path, source: Path | None = None) -> list[str]:
     notebooks = sorted(source.glob("*.ipynb"))
     if not notebooks:
         raise FileNotFoundError(f"no tutorials came with this installation (looked in {source})")
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file: name a new folder or an existing one")
     target.mkdir(parents=True, exist_ok=True)
     record = target / MANIFEST
     copied = json.loads(record.read_text("utf-8")) if record.exists() else {}

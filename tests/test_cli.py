@@ -109,10 +109,32 @@ def test_generate_refuses_bad_values(capsys):
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--draft", "-1"], "--draft -1"),
-        (["--threads", "0"], "--threads 0"),
+        (["--device", "foo"], "device='foo'"),
     ):
         status, out, err = run(capsys, "generate", *arguments, "x")
         assert status == 1 and out == "" and said in err
+        assert len([line for line in err.splitlines() if line.startswith("deepinfer")]) == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "1025", "9" * 5000, "many", "1.5", ""])
+def test_threads_are_a_small_number(capsys, count):
+    for command in (["demo"], ["generate", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, f"--threads={count}"])
+        assert stop.value.code == 2 and "an integer in 1..1024" in capsys.readouterr().err
+    assert cli._parser().parse_args(["demo", "--threads", "1024"]).threads == 1024
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("of 1 TB")])
+def test_no_memory_is_one_line(capsys, monkeypatch, error):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(cli, "_engine", fail)
+    status, out, err = run(capsys, "generate", "x")
+    last = err.splitlines()[-1]
+    assert status == 1 and out == "" and "Traceback" not in err
+    assert last == f"deepinfer generate: out of memory {error}".rstrip()
 
 
 def test_make_tiny_then_generate_and_inspect(capsys, tmp_path):
@@ -233,6 +255,15 @@ def test_lab_without_jupyterlab_is_refused_before_any_file(tmp_path, monkeypatch
     status, _, err = run(capsys, "lab", str(tmp_path / "mine"))
     assert status == 1 and "pip install 'deepinfer-lab[lab]'" in err
     assert not (tmp_path / "mine").exists()
+
+
+def test_lab_on_a_file_says_so(tmp_path, monkeypatch, source, capsys):
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    status, _, err = run(capsys, "lab", "--copy", str(file))
+    assert status == 1 and f"{file} is a file: name a new folder" in err
+    assert len(err.splitlines()) == 1 and file.read_text() == "mine"
 
 
 def test_lab_opens_the_copies_or_the_checkout(tmp_path, monkeypatch, source, capsys):

@@ -91,9 +91,20 @@ def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device={config.device!r}: not a device of an engine; allowed: 'auto', 'cpu', 'cuda', "
+            "'cuda:1' and so on"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device={config.device!r}: torch sees {count} CUDA devices, from cuda:0 on")
     dtype = config.dtype or (
         (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
     )

@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+
+import deepinfer as di
 from deepinfer.engine.params import SamplingParams
 from engine.pool import check_empty
 from properties.small import small_engine, stream
@@ -59,7 +61,7 @@ def test_prompts_come_in_any_collection(eng, text):
         (p for p in [IDS, IDS]),
     ):
         assert [c.token_ids for c in eng.generate(prompts, **GREEDY)] == [text, text]
-    assert eng.generate([], **GREEDY) == []
+    assert eng.generate([], **GREEDY) == [] == eng.generate(np.zeros((0, 4), int), **GREEDY)
 
 
 BAD = {
@@ -94,7 +96,7 @@ def test_a_bad_prompt_is_refused_at_the_call(eng, kind):
     for call in (eng.add, eng.stream):
         with pytest.raises(ValueError, match=words):
             call(one, **GREEDY)
-    if kind not in ("empty array", "nested"):
+    if kind != "nested":
         with pytest.raises(ValueError, match=words):
             eng.generate(prompt, **GREEDY)
     if kind != "too long":
@@ -234,3 +236,15 @@ def test_filters_that_leave_one_token_are_greedy(eng):
         dict(temperature=0.0, top_k=5, top_p=0.3),
     ):
         assert eng.generate(IDS, **{"seed": 1, "max_tokens": 8, **one})[0].token_ids == greedy
+
+
+def test_text_that_is_no_unicode_is_refused_with_its_index():
+    tiny = di.Engine.tiny()
+    for call in (tiny.generate, tiny.add, tiny.stream):
+        with pytest.raises(ValueError, match=r"not valid Unicode: index 2 is the lone surrogate '\\ud8"):
+            call("ab\ud800c", **GREEDY)
+    bad, good = tiny.generate(["\udc00", "\U0001f600"], **GREEDY)
+    assert "index 0" in str(bad.error) and good.error is None
+    for empty in (torch.zeros(0, dtype=torch.long), torch.zeros(0), np.zeros(0)):
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            tiny.generate(empty, **GREEDY)

@@ -29,6 +29,12 @@ def test_refused_before_the_first_step(eng, change, words):
         eng.with_(**change)
 
 
+@pytest.mark.parametrize("device", ["foo", "", "cpu:x", "cuda:-1", "meta", "mps"])
+def test_a_device_that_an_engine_has_not_is_refused_by_name(device):
+    with pytest.raises(ValueError, match=f"device={device!r}.*allowed: 'auto', 'cpu', 'cuda'"):
+        Engine.tiny(device=device)
+
+
 def test_no_step_has_more_rows_than_allowed(eng):
     small = eng.with_(
         max_num_batched_tokens=7, max_num_seqs=4, verifier=di.verifier.Fixed(2), max_model_len=64
