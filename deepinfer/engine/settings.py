@@ -104,7 +104,7 @@ def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
         raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ValueError(f"device={config.device!r}: torch sees {count} CUDA devices, from cuda:0 on")
+        raise ValueError(f"device={config.device!r}: torch sees {count} CUDA devices, from cuda:0")
     dtype = config.dtype or (
         (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
     )

@@ -241,7 +241,7 @@ def test_filters_that_leave_one_token_are_greedy(eng):
 def test_text_that_is_no_unicode_is_refused_with_its_index():
     tiny = di.Engine.tiny()
     for call in (tiny.generate, tiny.add, tiny.stream):
-        with pytest.raises(ValueError, match=r"not valid Unicode: index 2 is the lone surrogate '\\ud8"):
+        with pytest.raises(ValueError, match=r"Unicode: index 2 is the lone surrogate '\\ud8"):
             call("ab\ud800c", **GREEDY)
     bad, good = tiny.generate(["\udc00", "\U0001f600"], **GREEDY)
     assert "index 0" in str(bad.error) and good.error is None
