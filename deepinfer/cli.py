@@ -27,7 +27,7 @@ RELEASE = "v41-flash"  # the released architecture, known without a checkpoint
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    args = _parse(sys.argv[1:] if argv is None else argv)
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
@@ -161,11 +161,23 @@ def lab(args: argparse.Namespace) -> int:
     from deepinfer.lab import open_lab
 
     folder = None if args.folder is None else Path(args.folder)
-    print("\n".join(open_lab(folder, start=not args.copy)) or "opened in place", file=sys.stderr)
-    return 0
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    return open_lab(folder, start=not args.copy, options=args.options, say=say)
 
 
 # -- the arguments --------------------------------------------------------------------------------
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; what follows `--` of `lab` is JupyterLab's and is not looked at."""
+    command = next((word for word in argv if not word.startswith("-")), None)
+    split = list(argv).index("--") if command == "lab" and "--" in argv else len(argv)
+    args = _parser().parse_args(argv[:split])
+    args.options = list(argv[split + 1 :])
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,7 +249,12 @@ def _add_small(commands: Any) -> None:
 
     _add_json(_add(commands, "doctor", doctor, "deepinfer doctor --json"))
 
-    parser = _add(commands, "lab", lab, "deepinfer lab my-tutorials")
+    parser = _add(commands, "lab", lab, "deepinfer lab my-tutorials -- --no-browser --port 8899")
+    parser.usage = "deepinfer lab [-h] [--copy] [DIR] [-- OPTION ...]"
+    parser.description += (
+        " What follows -- goes to JupyterLab as it is: --allow-root (needed as root), --no-browser, "
+        "--port N and all else that `jupyter lab --help` lists. The exit status is JupyterLab's."
+    )
     parser.add_argument(
         "folder", nargs="?", metavar="DIR",
         help="copy the tutorials there; a changed notebook is kept (default: a checkout's own)",

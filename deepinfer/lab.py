@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MANIFEST = (
@@ -84,11 +86,18 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def open_lab(folder: Path | None, *, start: bool = True) -> list[str]:
-    """Open JupyterLab on the tutorials; returns what was done to files, a line each.
+def open_lab(
+    folder: Path | None,
+    *,
+    start: bool = True,
+    options: Sequence[str] = (),
+    say: Callable[[str], object] = lambda line: None,
+) -> int:
+    """Open JupyterLab on the tutorials; returns its exit status (0 where it is not started).
 
     folder: None opens a checkout's own tutorials, or `deepinfer-tutorials` here where the package
-    was installed; otherwise they are copied there. start=False only copies.
+    was installed; otherwise they are copied there. start=False only copies. options: of JupyterLab.
+    say: is called with each line about files and, before the server starts, about it.
     Raises ImportError, before any file is made, when JupyterLab is needed and missing.
     """
     if start and importlib.util.find_spec("jupyterlab") is None:
@@ -98,7 +107,16 @@ def open_lab(folder: Path | None, *, start: bool = True) -> list[str]:
         )
     in_place = checkout() if folder is None else None
     target = in_place or folder or Path(FOLDER)
-    said = [] if in_place else copy(target)
-    if start:
-        subprocess.run([sys.executable, "-m", "jupyterlab", str(target)], check=False)
-    return said
+    for line in [f"{target}: opened in place"] if in_place else copy(target):
+        say(line)
+    if not start:
+        return 0
+    if _root() and not any("allow-root" in o or "allow_root" in o for o in options):
+        say("running as root, which JupyterLab refuses: `deepinfer lab -- --allow-root` allows it")
+    command = [sys.executable, "-m", "jupyterlab", str(target), *options]
+    status = subprocess.run(command, check=False).returncode
+    return status if status >= 0 else 128 - status  # ended by a signal: as a shell reports it
+
+
+def _root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0

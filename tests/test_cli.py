@@ -38,7 +38,7 @@ def test_help_has_an_example_that_is_understood(command, capsys):
         cli.main([command, "--help"])
     assert stop.value.code == 0
     example = " ".join(capsys.readouterr().out.split("example: deepinfer ", 1)[1].split())
-    assert cli._parser().parse_args(shlex.split(example)).command == command
+    assert cli._parse(shlex.split(example)).command == command
 
 
 def test_wrong_usage_is_answered(capsys):
@@ -266,18 +266,72 @@ def test_lab_on_a_file_says_so(tmp_path, monkeypatch, source, capsys):
     assert len(err.splitlines()) == 1 and file.read_text() == "mine"
 
 
+class Server:
+    """Stands in for JupyterLab: notes its commands, ends with a status."""
+
+    def __init__(self, monkeypatch, status=0):
+        self.commands, self.returncode = [], status
+        monkeypatch.setattr(lab.subprocess, "run", self.run)
+        monkeypatch.setattr(lab, "_root", lambda: False)
+
+    def run(self, command, **_):
+        self.commands.append(command)
+        return self
+
+
 def test_lab_opens_the_copies_or_the_checkout(tmp_path, monkeypatch, source, capsys):
-    opened = []
-    monkeypatch.setattr(lab.subprocess, "run", lambda command, **_: opened.append(command))
+    server = Server(monkeypatch)
     monkeypatch.setattr(lab, "packaged", lambda: source)
     run(capsys, "lab", str(tmp_path / "mine"))
-    assert opened[-1] == [sys.executable, "-m", "jupyterlab", str(tmp_path / "mine")]
+    assert server.commands[-1] == [sys.executable, "-m", "jupyterlab", str(tmp_path / "mine")]
     run(capsys, "lab")
-    assert opened[-1][-1] == str(lab.checkout())
+    assert server.commands[-1][-1] == str(lab.checkout())
     monkeypatch.setattr(lab, "checkout", lambda: None)
     monkeypatch.chdir(tmp_path)
     run(capsys, "lab")
-    assert opened[-1][-1] == lab.FOLDER and (tmp_path / lab.FOLDER / "00.ipynb").exists()
+    assert server.commands[-1][-1] == lab.FOLDER and (tmp_path / lab.FOLDER / "00.ipynb").exists()
+
+
+@pytest.mark.parametrize("ended, status", [(0, 0), (1, 1), (-15, 143)])
+def test_lab_ends_as_jupyterlab_does(monkeypatch, capsys, ended, status):
+    Server(monkeypatch, ended)
+    assert run(capsys, "lab")[0] == status
+
+
+def test_lab_speaks_before_the_server_starts(tmp_path, monkeypatch, source, capsys):
+    server, said = Server(monkeypatch), []
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+
+    def start(command, **_):
+        said.append(capsys.readouterr())
+        return server
+
+    monkeypatch.setattr(lab.subprocess, "run", start)
+    cli.main(["lab", str(tmp_path / "mine")])
+    assert "00.ipynb: copied" in said[0].err and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("before", [[], ["mine"]])
+def test_lab_passes_what_follows_the_dashes(tmp_path, monkeypatch, source, capsys, before):
+    server = Server(monkeypatch)
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+    monkeypatch.chdir(tmp_path)
+    run(capsys, "lab", *before, "--", "--no-browser", "--port", "8899", "--", "x")
+    target = before or [str(lab.checkout())]
+    assert server.commands[-1][3:] == [*target, "--no-browser", "--port", "8899", "--", "x"]
+    assert cli._parse(["generate", "--", "--lab", "--"]).prompts[0] == "--lab"
+
+
+@pytest.mark.parametrize("root, options, warned", [
+    (True, [], True), (True, ["--", "--allow-root"], False),
+    (True, ["--", "--ServerApp.allow_root=True"], False), (False, [], False),
+])  # fmt: skip
+def test_lab_says_what_root_needs(monkeypatch, capsys, root, options, warned):
+    Server(monkeypatch)
+    monkeypatch.setattr(lab, "_root", lambda: root)
+    err = run(capsys, "lab", *options)[2]
+    assert ("deepinfer lab -- --allow-root" in err) == warned
+    assert len(err.splitlines()) == 1 + warned
 
 
 def test_lab_says_when_there_is_nothing_to_copy(tmp_path):
