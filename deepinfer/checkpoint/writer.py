@@ -64,7 +64,9 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     """Rename a complete folder to its name; one that is replaced is gone only after that."""
     mask = os.umask(0)
     os.umask(mask)
-    temporary.chmod(0o777 & ~mask)  # mkdtemp made it private
+    temporary.chmod(0o777 & ~mask)  # mkdtemp made it private, and safetensors its files
+    for file in temporary.iterdir():
+        file.chmod(0o666 & ~mask)
     if not path.exists():
         temporary.rename(path)
         return

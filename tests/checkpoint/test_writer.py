@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -44,6 +45,20 @@ def test_writing_twice_gives_the_same_bytes(micro, tmp_path):
     again = write(tmp_path / "b", config, state, tokenizer=tokenizer, shard_bytes=100_000)
     files = {f.name: f.read_bytes() for f in folder.iterdir()}
     assert {f.name: f.read_bytes() for f in again.iterdir()} == files
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_have_the_mode_of_ordinary_files(micro, tmp_path, umask):
+    config, state, tokenizer, _ = micro
+    before = os.umask(umask)
+    try:
+        folder = write(tmp_path / "b", config, state, tokenizer=tokenizer)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+    files = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert len(files) >= 5 and set(files.values()) == {0o666 & ~umask}
 
 
 def test_index_and_shards(micro):
