@@ -155,18 +155,18 @@ def resolve(slot: str, value: Any) -> Any:
 def slot_of(obj: Any) -> str:
     """The slot whose protocol an object's methods fit best. Raises TypeError where none is near.
 
-    A subclass of a protocol belongs to it. Otherwise the slot with the largest share of its methods
-    present wins, and the object must have at least one.
+    A subclass of a protocol belongs to it. Otherwise the slot of which the object has the most
+    methods wins, then the one of which it has the largest share; it must have at least one.
     """
 
-    def share(slot: str) -> float:
-        if PROTOCOLS[slot] in (obj if isinstance(obj, type) else type(obj)).__mro__:
-            return 2.0
+    def fit(slot: str) -> tuple[bool, int, float]:
         names = protocol_methods(PROTOCOLS[slot])
-        return sum(callable(getattr(obj, n, None)) for n in names) / len(names)
+        present = sum(callable(getattr(obj, n, None)) for n in names)
+        stated = PROTOCOLS[slot] in (obj if isinstance(obj, type) else type(obj)).__mro__
+        return stated, present, present / len(names)
 
-    best = max(SLOTS, key=share)
-    if share(best) == 0:
+    best = max(SLOTS, key=fit)
+    if not any(fit(best)):
         every = "; ".join(f"{s}: {', '.join(protocol_methods(PROTOCOLS[s]))}" for s in SLOTS)
         raise TypeError(
             f"{type(obj).__name__} has no method of any slot ({every}); "

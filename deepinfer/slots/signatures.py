@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from itertools import groupby
 from typing import Any
 
 _CALLED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -60,7 +62,7 @@ def mismatches(obj: Any, protocol: type) -> list[str]:
         else:
             wrong = _wrong_parameters(method, getattr(protocol, name))
             found += [f"{name}: {w}; the protocol's line is {line(protocol, name)}" for w in wrong]
-    return found
+    return found + _misspelt(obj, protocol)
 
 
 def _wrong_parameters(method: Any, stated: Any) -> list[str]:
@@ -90,7 +92,57 @@ def _wrong_parameters(method: Any, stated: Any) -> list[str]:
 
 
 def _near(name: str, obj: Any) -> str | None:
-    import difflib
-
     public = [n for n in dir(obj) if not n.startswith("_") and callable(getattr(obj, n, None))]
     return next(iter(difflib.get_close_matches(name, public, 1)), None)
+
+
+# ------------------------------------------------------------------------------- misspelt methods
+
+_METHODS = (staticmethod, classmethod)
+_NOT_USERS = ("deepinfer", "torch", "builtins", "typing", "abc")
+
+
+def _misspelt(obj: Any, protocol: type) -> list[str]:
+    """Public methods that override nothing, though their names say that they should.
+
+    An inherited method hides the mistake: `selct` in a subclass of CSA2 is never called. A name
+    that a base has is a helper of that base, and a class that also overrides the near method
+    means what it says.
+    """
+    wanted = (*protocol_methods(protocol), "start")
+    found, overridden = [], set()
+    mro = type(obj).__mro__
+    for i, cls in enumerate(mro):
+        if cls.__module__.partition(".")[0] in _NOT_USERS:
+            continue
+        overridden |= set(vars(cls))
+        for name, value in vars(cls).items():
+            if name.startswith("_") or not (
+                inspect.isfunction(value) or isinstance(value, _METHODS)
+            ):
+                continue
+            if name in wanted or any(name in vars(base) for base in mro[i + 1 :]):
+                continue
+            meant = next((m for m in wanted if _typo(name, m)), None)
+            if meant and meant not in overridden and callable(getattr(obj, meant, None)):
+                slot = protocol.__name__.lower()
+                found.append(f"method {name!r} is not part of {slot}; did you mean {meant!r}?")
+    return found
+
+
+def _typo(name: str, method: str) -> bool:
+    """Whether a name is more likely a slip of the keys than a word of its own.
+
+    Short names have many neighbours that are words (plan: plain; start: stats), so there only
+    swapped and doubled letters count. Longer words around the method's (selected, router) and
+    words with another beginning (locate, raw) are helpers.
+    """
+    a, b = (n.lower().replace("_", "") for n in (name, method))
+    if [k for k, _ in groupby(a)] == [k for k, _ in groupby(b)]:  # alocate, kvspec
+        return True
+    if len(a) == len(b) and sorted(a) == sorted(b):  # rotue: neighbours swapped
+        apart = [i for i in range(len(a)) if a[i] != b[i]]
+        return len(apart) == 2 and apart[1] - apart[0] == 1
+    if a[0] != b[0] or b in a or len(b) < 5 or method == "start":
+        return False
+    return difflib.SequenceMatcher(None, a, b).ratio() >= (0.85 if len(b) == 5 else 0.83)
