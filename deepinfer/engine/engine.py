@@ -22,6 +22,7 @@ from deepinfer.engine.settings import (
     LATER,
     Changes,
     Settings,
+    completes,
     placement,
     require_invariant,
     split_settings,
@@ -91,6 +92,7 @@ class Engine:
     # ------------------------------------------------------------------------------------ making
 
     @classmethod
+    @completes(Changes, Settings)
     def from_pretrained(cls, path: str, *, download: bool = False, **settings: Unpack[Settings]) -> Engine:
         """Load a checkpoint in the official layout.
 
@@ -116,6 +118,7 @@ class Engine:
         return cls(loaded, config, slots)
 
     @classmethod
+    @completes(Changes, Settings)
     def tiny(cls, seed: int = 0, **settings: Unpack[Settings]) -> Engine:
         """Random weights from a seed, every code path of the release, made in about a second."""
         from deepinfer.checkpoint.memory import MemoryCheckpoint
@@ -129,6 +132,7 @@ class Engine:
         )
         return cls(loaded, config, slots)
 
+    @completes(Changes)
     def with_(self, **changes: Unpack[Changes]) -> Engine:
         """An engine over the same weights and tokenizer with some slots or settings changed. It has its
         own cache, counters and slot copies. device, dtype and keep_quantised would be another copy of the
@@ -201,7 +205,8 @@ class Engine:
         from deepinfer.measure.table import Table
 
         counts = {} if self._runtime is None else self._runtime.ops.counts
-        return Table([dict(op=op, implementation=i, calls=n) for (op, i), n in sorted(counts.items())])
+        rows = [dict(op=op, implementation=i, calls=n) for (op, i), n in sorted(counts.items())]
+        return Table(rows, provenance=self._provenance())
 
     @property
     def memory(self) -> Table:
@@ -212,7 +217,8 @@ class Engine:
         cache = {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
         parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
         parts += [("cache", k, v) for k, v in cache.items()]
-        return Table([dict(part=p, component=c, bytes=b) for p, c, b in parts])
+        rows = [dict(part=p, component=c, bytes=b) for p, c, b in parts]
+        return Table(rows, provenance=self._provenance())
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of raw text, with bos in front unless told otherwise; no chat template."""
@@ -225,6 +231,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------- generation
 
+    @completes(Sampling)
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
         progress: bool | None = None, **sampling: Unpack[Sampling],
@@ -252,9 +259,16 @@ class Engine:
             for r in requests:
                 if isinstance(r, Request):
                     self._forget(r)
-        return Completions(
+        done = Completions(
             self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
         )
+        done.provenance = {**self._provenance(), "sampling": sorted({repr(p) for p in each})}
+        return done
+
+    def _provenance(self) -> dict[str, object]:
+        from deepinfer.measure.provenance import of_engine
+
+        return of_engine(self)
 
     def _drain(self, requests: list[Request], progress: bool | None) -> None:
         from deepinfer.display.progress import bar
@@ -267,6 +281,7 @@ class Engine:
                 shown.update(now - done)
                 done = now
 
+    @completes(Sampling)
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
     ) -> int:
@@ -299,6 +314,7 @@ class Engine:
         self._forget(request)
         return self._completion(id, request)
 
+    @completes(Sampling)
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
     ) -> Iterator[StreamedToken]:
@@ -450,7 +466,7 @@ class Engine:
                     "dropped that row, or its logits are not finite; try replay='exact'"
                 )
             each.append(teacher.score(logits, ids, first, self._shared.tokenizer))
-        return teacher.Scores(tuple(each))
+        return teacher.Scores(tuple(each), self._provenance())
 
     # -------------------------------------------------------------------------------- inspection
 

@@ -6,6 +6,7 @@ A bad request costs that request only: it finishes with an error and its batch m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Iterator
 
@@ -127,6 +128,8 @@ class Completion:
 class Completions(list[Completion]):
     """What `generate` returns: out[i] belongs to input i, whatever happened to it."""
 
+    provenance: Mapping[str, object] | None = None  # of the engine and sampling that made it
+
     def raise_for_errors(self) -> Completions:
         """Raise the first error (naming the item and how many failed); else return self."""
         failed = [c for c in self if c.error is not None]
@@ -141,7 +144,7 @@ class Completions(list[Completion]):
         """One row per item: index, prompt and output lengths, finish reason, mean logprob, error, text."""
         from deepinfer.measure.table import Table
 
-        return Table([_summary(c) for c in self])
+        return Table([_summary(c) for c in self], provenance=self.provenance)
 
     def __iter__(self) -> Iterator[Completion]:
         return super().__iter__()

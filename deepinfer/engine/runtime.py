@@ -23,6 +23,7 @@ from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
+from deepinfer.slots.verifier.cost import CostCurve
 
 DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
 
@@ -45,7 +46,11 @@ class Limits:
 
     @staticmethod
     def of(settings: EngineConfig, config: ModelConfig, max_draft: int) -> Limits:
-        """Raises ValueError naming the setting that does not fit the model."""
+        """Raises ValueError naming the setting, or the verifier's max_draft, that does not fit the model."""
+        if not 0 <= max_draft <= config.max_draft:
+            raise ValueError(
+                f"the verifier's max_draft is {max_draft!r}: this model drafts 0 to {config.max_draft} tokens a step"
+            )
         model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, config.max_position_embeddings)
         if model_len > config.max_position_embeddings:
             raise ValueError(
@@ -54,8 +59,9 @@ class Limits:
         page = settings.page_size or config.sliding_window
         for ratio in sorted(set(config.compress_ratios) - {0}):
             if page % ratio:
+                asked = "" if settings.page_size else " (the sliding window, where page_size is not given)"
                 raise ValueError(
-                    f"page_size={page} is no multiple of compress ratio {ratio}: entries would straddle pages"
+                    f"page_size={page}{asked} is no multiple of compress ratio {ratio}: entries would straddle pages"
                 )
         seqs = settings.max_num_seqs
         per_seq = -(-(model_len + max_draft) // page)
@@ -128,6 +134,11 @@ class Runtime:
     @property
     def verifier(self):
         return self.slots["verifier"]
+
+    @property
+    def cost(self) -> CostCurve:
+        """What a step of so many rows costs, for the verifier's budget."""
+        return getattr(self.verifier, "cost", None) or CostCurve()
 
     @property
     def sampler(self):

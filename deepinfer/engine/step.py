@@ -90,7 +90,7 @@ def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, .
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
             stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
-    budget = max(min(rt.verifier.budget(stale, None), rt.limits.rows), len(shares))
+    budget = max(min(rt.verifier.budget(stale, rt.cost), rt.limits.rows), len(shares))
     who = f"verifier {rt.verifier!r}.allocate"
     allocated = rt.verifier.allocate(survival, budget)
     expect(allocated, (len(shares),), who, False)
@@ -170,13 +170,13 @@ def stack_dists(rt: Runtime, shares, emitters, k: int, device):
     from deepinfer.slots.protocols import Dist
 
     v = rt.config.vocab_size
-    empty = torch.zeros(v, dtype=torch.promote_types(rt.model.dtype, torch.float32), device=device)
+    empty = torch.zeros(v, dtype=torch.float64, device=device)
     probs, logprobs = [], []
     for i in emitters:
         held = shares[i].request.draft
         law = (empty, empty) if held is None or k >= len(held.laws) else held.laws[k]
         probs.append(law[0])
-        logprobs.append(law[1])
+        logprobs.append(law[1].double())
     finite = torch.ones(len(emitters), dtype=torch.bool, device=device)
     return Dist(torch.stack(probs), torch.stack(logprobs), finite)
 

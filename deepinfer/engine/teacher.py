@@ -110,6 +110,7 @@ class Scores:
     """What `eng.score` returns: scores[i] belongs to text i. The properties are over all texts."""
 
     items: tuple[Score, ...]
+    provenance: dict[str, object] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -142,7 +143,8 @@ class Scores:
             for i, s in enumerate(self.items)
         ]
         together = f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}"
-        return Table(rows, title=f"{len(rows)} texts: {together}")
+        count = "1 text" if len(rows) == 1 else f"{len(rows)} texts"
+        return Table(rows, title=f"{count}: {together}", provenance=self.provenance)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -18,8 +18,8 @@ from deepinfer.config import ModelConfig
 from deepinfer.model.compressor import Compressor, closes
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm, frozen
-from deepinfer.slots.protocols import AttnPlan, Cut, IndexQuery, LayerInfo, Rows, RowSet
-from deepinfer.slots.results import expect
+from deepinfer.slots.protocols import AttnPlan, Cut, IndexQuery, LayerInfo, Rows, RowSet, Selected
+from deepinfer.slots.results import expect, expect_record
 
 
 class Indexer(nn.Module):
@@ -176,6 +176,7 @@ class AttentionLayer(nn.Module):
         carried = rows.selected
         who = f"attention {type(ctx.attention).__name__}.select"
         picked = ctx.attention.select(info, self.index_query(x, qa, cos, sin, ctx), kv, plan, carried)
+        expect_record(picked, Selected, who)
         expect(picked.ids, (rows.set.count, *picked.ids.shape[1:2]), f"{who} (ids)", False)
         ids = ctx.see(f"{info.name}.selected", picked.ids, rows.set)
         if picked.candidates is not None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from deepinfer.config import ModelConfig
 from deepinfer.model.layers import Linear, Weight, frozen
-from deepinfer.slots.protocols import ExpertLayer, Rows
-from deepinfer.slots.results import expect
+from deepinfer.slots.protocols import ExpertLayer, Routing, Rows
+from deepinfer.slots.results import expect, expect_record
 
 
 class Gate(nn.Module):
@@ -76,6 +76,7 @@ class MoE(nn.Module):
         layer = self.layer(name, ctx)
         routing = ctx.experts.route(layer, x, rows)
         who = f"experts {type(ctx.experts).__name__}"
+        expect_record(routing, Routing, f"{who}.route")
         expect(routing.ids, (x.shape[0], *routing.ids.shape[1:2]), f"{who}.route (ids)", False)
         expect(routing.weights, tuple(routing.ids.shape), f"{who}.route (weights)", True)
         if ctx.tap is not None:

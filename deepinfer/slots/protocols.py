@@ -337,7 +337,7 @@ class RowKeys:
 class Dist:
     """The one law of a row: draw, log-probabilities and acceptance all use it.
 
-    probs: [t, v] after temperature, top-k, top-p and mask (greedy: one-hot); logprobs: [t, v]
+    probs: [t, v] FP64 after temperature, top-k, top-p and mask (greedy: one-hot); logprobs: [t, v]
     log-softmax of the masked logits at temperature 1 (what is reported); finite: [t] bool, False for
     a row with NaN, +inf or no legal token: such a row ends its own request."""
 
@@ -522,11 +522,11 @@ class Replay(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Handed to `obj.start(info)`: a slot object is settings; what `start` returns is the engine's own
-    copy and holds what it learns. cost: the cost curve of a verifier, a fixed table by default."""
+    copy and holds what it learns. A verifier may have an attribute `cost`, the curve its budget is
+    asked with (None = CostCurve(), a fixed table)."""
 
     config: ModelConfig
     device: Any
     dtype: Any
     max_num_seqs: int
     seed: int = 0
-    cost: Any = None

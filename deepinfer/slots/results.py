@@ -18,3 +18,9 @@ def expect(value: Any, shape: tuple[int, ...], who: str, floating: bool | None =
         raise ValueError(f"{who} returned shape {list(value.shape)}: want {list(shape)}")
     if floating is not None and value.is_floating_point() != floating:
         raise TypeError(f"{who} returned {value.dtype}: want {'a float' if floating else 'an integer'} dtype")
+
+
+def expect_record(value: Any, kind: type, who: str) -> None:
+    """Raise TypeError, naming slot object and method, unless value is a record of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{who} returned {type(value).__name__}: want a {kind.__name__} (slots/protocols.py)")

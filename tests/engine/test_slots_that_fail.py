@@ -168,3 +168,58 @@ def test_engines_are_not_copied_by_accident(eng):
 def test_a_trace_is_entered_once(eng):
     with eng.trace("logits") as t, pytest.raises(RuntimeError, match="already entered"):
         t.__enter__()
+
+
+def test_a_tensor_where_a_record_is_wanted_is_named(eng):
+    class Bare(di.attention.CSA2):
+        def select(self, layer, index, kv, plan, carried):
+            return super().select(layer, index, kv, plan, carried).ids
+
+    with pytest.raises(TypeError, match="attention Bare.select returned Tensor: want a Selected"):
+        eng.with_(attention=Bare()).generate(LONG[:5], max_tokens=2)
+
+
+@pytest.mark.parametrize("most", [-1, 6])
+def test_a_verifier_drafts_no_more_than_the_model(eng, most):
+    class Mine(di.verifier.BaseVerifier):
+        max_draft = most
+
+    with pytest.raises((ValueError, TypeError), match="max_draft"):
+        eng.with_(verifier=Mine())
+
+
+def test_a_verifier_weighs_its_budget_against_a_cost_curve(eng):
+    asked = []
+
+    class Thrifty(di.verifier.BaseVerifier):
+        max_draft = 5
+
+        def budget(self, stale, cost):
+            b, n = stale.shape
+            expected = [b + stale.flatten().sort(descending=True)[0][:k].sum() for k in range(b * n + 1)]
+            worth = [e / cost.at(b + k) for k, e in enumerate(expected)]
+            asked.append(cost)
+            return b + worth.index(max(worth))
+
+    text = eng.generate(LONG[:9], **HOW)[0].token_ids
+    assert eng.with_(verifier=Thrifty()).generate(LONG[:9], **HOW)[0].token_ids == text
+    own = Thrifty()
+    own.cost = di.verifier.CostCurve(rows=(1, 6), cost=(1.0, 50.0))
+    dear = eng.with_(verifier=own)
+    assert dear.generate(LONG[:9], **HOW)[0].token_ids == text
+    assert sum(dear.stats.drafted.values()) == 0 and asked[-1].cost == (1.0, 50.0)
+
+
+def test_signatures_spell_their_keywords():
+    import inspect
+
+    assert {"verifier", "page_size"} <= set(inspect.signature(Engine.with_).parameters)
+    assert {"device", "dtype", "kernels"} <= set(inspect.signature(Engine.tiny).parameters)
+    assert {"temperature", "seed"} <= set(inspect.signature(Engine.generate).parameters)
+
+
+def test_tables_say_what_they_were_made_with(eng):
+    for table in (eng.generate(LONG[:5], max_tokens=2, seed=9).table(), eng.memory, eng.kernels,
+                  eng.score([LONG[:9]]).table()):
+        assert table.provenance["weights"] == eng.fingerprint and "slots" in table.provenance
+    assert "seed=9" in str(eng.generate(LONG[:5], max_tokens=2, seed=9).table().provenance["sampling"])

@@ -2,9 +2,13 @@
 
     w_v   = floor(prob_v * 2^31)
     lane  = v mod BD,  BD = 2048 for v >= 8192 tokens, else the next power of two
-    total = sum of w;  limit = floor((2^32 - 1) / total) * total
+    total = sum of w;  limit = floor(2^32 / total) * total
     r     = the first random word below `limit`, mod total
     token = where the running sum first exceeds r, lane by lane: (v mod BD, v div BD)
+
+The device kernel divides 2^32 - 1; that differs where total is a power of two, above all where it
+is 2^31: there half of all words would be refused, and the least rounding of the law, which takes
+the total below 2^31, would give the row another word.
 
 Sums of integers do not depend on their order, so the token is the same on every device. The order
 of the running sum is lane-major, not by id; below 8192 tokens the two agree.
@@ -45,7 +49,7 @@ def draw_by_weight(probs: Tensor, keys: RowKeys, purpose: rng.Purpose) -> Tensor
 
     upto = weights.sum(1).cumsum(-1)  # [t, lanes], inclusive
     total = upto[:, -1:].clamp(min=1)
-    limit = rng.WORD // total * total
+    limit = (rng.WORD + 1) // total * total
     r = _first_below(limit, keys, purpose) % total
 
     lane = (upto <= r).sum(-1, keepdim=True).clamp(max=lanes - 1)

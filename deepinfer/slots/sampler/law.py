@@ -26,7 +26,8 @@ MASS = 2.0**52  # fixed point of a mass: a row's total stays below 2^53, where F
 def law(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
     """One Dist per row. logits: [t, v]; params: [t] each; mask: [t, v] bool, True = legal.
 
-    Works in FP32, or FP64 for FP64 logits. A row with temperature < 1e-5 is one-hot at its most
+    logprobs in FP32, or FP64 for FP64 logits; probs always in FP64, so that a rounding of the logits
+    moves a probability by as little as it moved them and never tips their total. A row with temperature < 1e-5 is one-hot at its most
     likely legal token. A row with NaN, +inf or no legal token has finite False, probs 0 and
     logprobs NaN: nothing can be drawn from it unnoticed.
     """
@@ -39,8 +40,9 @@ def law(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
     x = x.masked_fill(~finite[:, None], 0.0)  # a stand-in that no later step can trip over
     greedy = params.temperature < GREEDY_BELOW
 
-    kept = _filter(x, _scale(x, params, greedy), params, greedy)
-    best = torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
+    wide = x.double()
+    kept = _filter(wide, _scale(wide, params, greedy), params, greedy)
+    best = torch.zeros_like(wide).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
     probs = torch.where(greedy[:, None], best, kept.softmax(-1))
     return Dist(
         probs=probs.masked_fill(~finite[:, None], 0.0),
