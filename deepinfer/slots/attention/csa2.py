@@ -20,6 +20,7 @@ from deepinfer.slots.attention import register
 from deepinfer.slots.protocols import (
     AttnPlan, Batch, EngineInfo, IndexQuery, KVSpec, LayerInfo, RowSet, Selected,
 )
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from deepinfer.cache.layer_kv import LayerKV
@@ -42,7 +43,7 @@ class CSA2:
             raise ValueError(f"CSA2(topk={self.topk!r}): entries picked a row must be a positive integer or None")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.topk is None else f'topk={self.topk}'})"
+        return shown(self)
 
     @property
     def exact(self) -> bool:

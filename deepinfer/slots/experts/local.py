@@ -10,10 +10,11 @@ from torch import Tensor
 
 from deepinfer.slots.experts import register
 from deepinfer.slots.protocols import EngineInfo, ExpertLayer, Routing, Rows
+from deepinfer.slots.settings import shown
 
 
 @register("local")
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Local:
     """Router and experts of one device, nothing dispatched."""
 
@@ -21,6 +22,9 @@ class Local:
     exact: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True  # as far as the step's kernels are
     on_device: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def start(self, info: EngineInfo) -> Local:
         return copy.copy(self)

@@ -10,6 +10,7 @@ import torch
 from deepinfer import rng
 from deepinfer.slots.protocols import Accepted, Draft, EngineInfo, Target
 from deepinfer.slots.sampler.draw import draw_by_weight
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,9 @@ class BaseVerifier:
     on_device = True
     max_draft: int = 0
     rule: str = "match"
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def start(self, info: EngineInfo) -> Any:
         if self.rule not in RULES:
