@@ -21,6 +21,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import Tensor
 
+from deepinfer.slots.conformance.origin import origin
 from deepinfer.slots.protocols import EngineInfo
 from deepinfer.slots.registry import Promises, start
 
@@ -28,7 +29,9 @@ CHANCE = 1e-6  # how rarely a chi-square law may refuse an object that keeps it
 
 
 class Broken(Exception):
-    """A law does not hold; the text is the case."""
+    """A law does not hold; the text is the case. error: what the object raised, if it did."""
+
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,16 @@ def case(**what: Any) -> Iterator[None]:
     try:
         yield
     except Broken as e:
-        raise Broken(f"{told}: {e}") from None
+        raise broken(f"{told}: {e}", e.error) from None
     except Exception as e:
-        raise Broken(f"{told}: raised {type(e).__name__}: {e}") from e
+        raise broken(f"{told}: raised {origin(e).words}", e) from e
+
+
+def broken(words: str, error: Exception | None) -> Broken:
+    """A Broken that remembers the object's own exception."""
+    e = Broken(words)
+    e.error = error
+    return e
 
 
 def expect(holds: Any, words: str) -> None:

@@ -55,9 +55,11 @@ class Report:
     def __repr__(self) -> str:
         ran = [r for r in self.results if r.status != NOT_RUN]
         broken = len(self.failures)
-        verdict = (
-            f"all {len(ran)} laws hold" if not broken else f"{broken} of {len(ran)} laws broken"
-        )
+        laws = "law" if len(ran) == 1 else "laws"
+        if broken:
+            verdict = f"{broken} of {len(ran)} {laws} broken"
+        else:
+            verdict = f"all {len(ran)} laws hold" if len(ran) > 1 else "1 law holds"
         lines = [f"{self.subject} as {self.slot}: {verdict}"]
         for r in self.results:
             lines.append(f"  {r.status:8}{r.law}")

@@ -215,12 +215,22 @@ def walk(
             )
             with watch(index=query, kv=seen, plan=plan, carried=selected):
                 picked: Selected = attention.select(told, query, seen, plan, selected)
+            wanted(picked, Selected, "select")
             selected = replace(picked, places=seen.places(picked.ids, rows.owner))
             out[f"{told.name}.ids"] = picked.ids
         q = world.rows("q", layer, batch)
         with watch(q=q, kv=seen, selected=selected, plan=plan):
             out[f"{told.name}.out"] = attention.attend(told, q, seen, selected, plan)
+        wanted(out[f"{told.name}.out"], Tensor, "attend")
     return out
+
+
+def wanted(found: Any, kind: type, method: str) -> None:
+    """Raise TypeError unless a method gave what its protocol states."""
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"{method} gives a {type(found).__name__}, it should give a {kind.__name__}"
+        )
 
 
 class Unwatched:

@@ -1,12 +1,15 @@
 """check itself: what it runs, what it says, and that every registered variant passes."""
 
+import re
 import time
 
 import pytest
 import torch
 
 import deepinfer as di
+from deepinfer.slots.attention import CSA2
 from deepinfer.slots.conformance import ConformanceError, check
+from deepinfer.slots.protocols import Selected
 from deepinfer.slots.registry import REGISTRIES
 from deepinfer.slots.sampler import Philox
 
@@ -94,7 +97,78 @@ def test_an_exception_is_the_case_that_broke_the_law():
                 raise RuntimeError("two rows")
             return super().draw(dist, keys)
 
-    case = {r.law: r.case for r in check(Raises()).failures}
-    assert case["any number of rows is legal, also none; shapes are [t, v] and [t]"] == (
-        "rows 2, vocabulary 3: raised RuntimeError: two rows"
+    report = check(Raises())
+    case = {r.law: r.case for r in report.failures}
+    told = case.pop("any number of rows is legal, also none; shapes are [t, v] and [t]")
+    line = Raises.draw.__code__.co_firstlineno + 2
+    assert told == (
+        "rows 2, vocabulary 3: raised RuntimeError: two rows "
+        f"(test_check.py line {line}, in draw)"
     )
+    assert not case and [r.case for r in report.results].count("same error") > 2
+
+
+def test_a_mistake_is_told_once_with_its_line():
+    class Unknown(CSA2):
+        def select(self, layer, index, kv, plan, carried):
+            return super().select(layer, index, kv, plan, carred)  # noqa: F821
+
+    class Shape(CSA2):
+        def select(self, layer, index, kv, plan, carried):
+            return Selected(torch.cat((plan.queries.positions[:, None], index.query), 1))
+
+    class Kind(CSA2):
+        def select(self, layer, index, kv, plan, carried):
+            return plan.visible[layer.ratio]
+
+    class Whole(CSA2):
+        def attend(self, layer, q, kv, selected, plan):
+            return super().attend(layer, q, kv, plan.visible, plan)
+
+    for cls, words in (
+        (Unknown, r"raised NameError: .*carred.* \(test_check.py line {}, in select\)"),
+        (Shape, r"raised RuntimeError: .* \(test_check.py line {}, in select\)"),
+        (Kind, r"raised TypeError: select gives a Tensor, it should give a Selected$"),
+        (Whole, r"raised AttributeError: 'dict' .* \(test_check.py line {}, in attend\)"),
+    ):
+        report = di.check(cls())
+        method = cls.attend if cls is Whole else cls.select
+        line = method.__code__.co_firstlineno + 1
+        raised = [r for r in report.failures if "raised" in r.case]
+        assert len(raised) == 1 and re.search(words.format(line), raised[0].case), report
+        assert "/" not in raised[0].case
+        same = [r for r in report.results if r.case == "same error"]
+        assert len(same) > 5 and {r.status for r in same} == {"not run"}
+        assert not report and len(report.failures) == 1
+
+
+def test_two_mistakes_are_told_as_two():
+    class Two(Philox):
+        def distribution(self, logits, params, mask=None):
+            if mask is not None:
+                raise KeyError("mask")
+            return super().distribution(logits, params, mask)
+
+        def draw(self, dist, keys):
+            raise RuntimeError("draw")
+
+    cases = [r.case for r in check(Two()).failures]
+    assert len(cases) == 2 and "KeyError" in "".join(cases) and "in draw" in "".join(cases)
+
+
+def test_only_runs_the_laws_with_these_words():
+    report = check(CSA2(), only="later keys")
+    assert report and [r.law for r in report.results][1:] == ["changing later keys changes nothing"]
+    assert "all 2 laws hold" in repr(report)
+    with pytest.raises(ValueError, match=r"'padding rows change nothing(?s:.*)- a row picks"):
+        check(CSA2(), only="pading")
+    with pytest.raises(ValueError, match="no law of attention has these words"):
+        check(CSA2(), only="futre")
+    with pytest.raises(TypeError, match="words of a law"):
+        check(CSA2(), only=3)
+
+
+def test_one_law_is_singular():
+    fits = check(CSA2(), only="methods fit")
+    assert repr(fits).startswith("CSA2() as attention: 1 law holds\n") and fits
+    assert "1 of 1 law broken" in repr(check(NoDraw(), slot="sampler"))
