@@ -121,3 +121,11 @@ def write_checkpoint(folder: Path) -> Path:
     index = {"metadata": {"total_size": size}, "weight_map": {name: SHARD for name in state}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+if __name__ == "__main__":
+    import sys
+
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tests/oracle.py FOLDER    (unpacks the checkpoint of the numbers)")
+    print(write_checkpoint(Path(sys.argv[1])))
