@@ -5,6 +5,7 @@ import re
 import pytest
 
 from deepinfer.display import html, notebook, progress
+from deepinfer.display.numbers import counted
 from deepinfer.engine.request import Completion, Completions, TokenStep
 
 
@@ -29,6 +30,17 @@ def test_completion_says_where_tokens_came_from():
     assert "<b><b>" not in shown and shown.count("&lt;b&gt;") == 3
     assert len(re.findall("step 1 row 0, draft", shown)) == 1 and "accepted draft" in shown
     assert "accepted draft" not in completion(drafts=())._repr_html_()
+
+
+def test_one_is_singular():
+    one = Completions([completion(1, drafts=(0,))])
+    for shown in (repr(one), one._repr_html_()):
+        assert "1 completion" in shown and "1 completions" not in shown
+    assert "2 prompt tokens, 1 token, 1 of them from drafts, 1 step, mean" in repr(one[0])
+    assert "2 completions" in repr(Completions([completion()] * 2))
+    assert "1 more character in" in repr(completion(601, piece="a"))
+    assert counted(1, "entry", "entries") == "1 entry"
+    assert counted(0, "entry", "entries") == "0 entries" and counted(2, "text") == "2 texts"
 
 
 def test_errors_are_seen():

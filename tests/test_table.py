@@ -126,6 +126,39 @@ def test_repr_is_the_same_on_every_machine():
         assert "only in exports" not in shown and "0x" not in shown
 
 
+def test_text_hides_nothing():
+    table = di.Table([{f"column {i}": n for i in range(40)} for n in range(57)], title="all")
+    text = table.to_text()
+    assert "hidden" not in text and "not shown" not in text and "column 39" in text
+    assert len(text.splitlines()) == 57 + 3 and "37 of 57 rows hidden" in repr(table)
+
+
+def test_blanks_of_text_cells_are_kept_in_html():
+    shown = di.Table([{"token": " the", "n": 1, "said": "two words"}])._repr_html_()
+    cells = dict(re.findall(r'<td style="([^"]*)">([^<]*)</td>', shown)[::-1])
+    kept = {text for style, text in cells.items() if "white-space:pre" in style}
+    assert kept == {" the"} and len(cells) == 3
+    for text in ("a  b", "a ", "a\nb", "\t"):
+        assert "white-space:pre" in html.table(["x"], [[text]])
+
+
+def test_hidden_rows_are_it_or_them():
+    for n, shows in ((21, "1 of 21 rows hidden; t[20:] shows it"), (22, "t[20:] shows them")):
+        assert shows in repr(di.Table([{"a": i} for i in range(n)]))
+
+
+@pytest.mark.parametrize("words", [3, 30, 60])
+def test_a_plot_s_title_stays_in_the_figure(words):
+    import matplotlib
+
+    matplotlib.use("agg")
+    ax = di.Table([{"x": 1, "y": 2}], title=" ".join(["wWmeasured"] * words)).plot("x", "y")
+    ax.figure.canvas.draw()
+    box, whole = ax.title.get_window_extent(), ax.figure.bbox
+    assert box.x0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
+    matplotlib.pyplot.close("all")
+
+
 def test_html_escapes_what_it_is_given():
     shown = di.Table([{"<b>": "<script>alert('x')</script>"}], title="a & b")._repr_html_()
     assert "<script" not in shown and "&lt;script&gt;" in shown

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.display import html
-from deepinfer.display.numbers import fmt
+from deepinfer.display.numbers import counted, fmt
 from deepinfer.display.text import grid
 from deepinfer.measure.bootstrap import FEWEST, RESAMPLES, SEED
 
@@ -58,8 +58,8 @@ def _title(c: Comparison) -> str:
 def _counts(c: Comparison) -> str:
     pairs = next(iter(c.pairs.values()))
     rows, chosen = sum(p.rows for p in pairs), sum(len(p.text_a) for p in pairs)
-    prompts = f"{len(pairs)} prompt{'s' if len(pairs) != 1 else ''}"
-    return f"{prompts}, {rows} teacher-forced rows, {chosen} of them on a's continuation"
+    prompts, rows = counted(len(pairs), "prompt"), counted(rows, "teacher-forced row")
+    return f"{prompts}, {rows}, {chosen} of them on a's continuation"
 
 
 def _plain(row: dict[str, Any]) -> list[str]:
@@ -120,7 +120,7 @@ def _where(row: dict[str, Any]) -> str:
 
 
 def _count(pairs: Sequence[Pair]) -> str:
-    return f"{sum(p.first is not None for p in pairs)} of {len(pairs)} texts"
+    return f"{sum(p.first is not None for p in pairs)} of {counted(len(pairs), 'text')}"
 
 
 def _changes(c: Comparison) -> list[str]:
@@ -140,7 +140,7 @@ def _notes(c: Comparison) -> list[str]:
     n = min(sum(bool(p.compared.any()) for p in pairs) for pairs in c.pairs.values())
     notes = [f"[low, high]: 95 % over prompts, {RESAMPLES} bootstrap resamples, seed {SEED}"]
     if n < FEWEST:
-        notes = [f"{n} prompts with rows: too few for an interval, {FEWEST} are needed"]
+        notes = [f"{counted(n, 'prompt')} with rows: too few for an interval, {FEWEST} are needed"]
     if any((~p.compared).any() for pairs in c.pairs.values() for p in pairs):
         notes.append("dropped: rows that a replay policy did not compute in a or in that engine")
     return notes
@@ -154,8 +154,8 @@ def _texts(c: Comparison, name: str, pairs: Sequence[Pair]) -> html.Html:
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].first is None, i))
     shown = [_text(c, i, pairs[i]) for i in order[:SHOWN_PROMPTS]]
     hidden = len(pairs) - len(shown)
-    more = [html.block(html.muted(f"{hidden} more prompts; .per_prompt has all"))] if hidden else []
-    return html.block(*shown, *more)
+    more = counted(hidden, "more prompt") + "; .per_prompt has all"
+    return html.block(*shown, *([html.block(html.muted(more))] if hidden else []))
 
 
 def _text(c: Comparison, i: int, p: Pair) -> html.Html:
@@ -167,7 +167,7 @@ def _text(c: Comparison, i: int, p: Pair) -> html.Html:
         colour = FIRST if k == p.first else OTHER if other else None
         pieces.append((c.text(token), colour, _tooltip(c, p, k, t)))
     hidden = len(p.text_a) - len(pieces)
-    more = html.muted(f" and {hidden} more tokens; .per_token has all") if hidden else ""
+    more = html.muted(f" and {counted(hidden, 'more token')}; .per_token has all") if hidden else ""
     said = "the free text is the same"
     if p.first is not None:
         gap = "" if p.margin is None else f", a's margin {_number(p.margin)}"

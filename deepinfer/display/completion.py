@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepinfer.display import html
-from deepinfer.display.numbers import fmt
+from deepinfer.display.numbers import counted, fmt
 from deepinfer.display.text import grid
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ DRAFT = 0  # colour of a token that a draft proposed
 def completion_text(c: Completion) -> str:
     """The head line, then the text (its first 600 characters, and how many more there are)."""
     text = repr(c.text[:SHOWN_CHARACTERS])
-    more = len(c.text) - SHOWN_CHARACTERS
-    return f"{_head(c)}\n{text}" + (f"\n{more} more characters in .text" if more > 0 else "")
+    hidden = len(c.text) - SHOWN_CHARACTERS
+    more = f"\n{counted(hidden, 'more character')} in .text" if hidden > 0 else ""
+    return f"{_head(c)}\n{text}{more}"
 
 
 def completion_html(c: Completion) -> str:
@@ -50,7 +51,7 @@ def completions_text(items: Sequence[Completion]) -> str:
         ]
         for c in items[:SHOWN_ITEMS]
     ]
-    return grid(columns, rows, columns[:3], _hidden(items), title=f"{len(items)} completions")
+    return grid(columns, rows, columns[:3], _hidden(items), title=counted(len(items), "completion"))
 
 
 def completions_html(items: Sequence[Completion]) -> str:
@@ -64,7 +65,7 @@ def completions_html(items: Sequence[Completion]) -> str:
     body = [html.table(columns, rows, numeric=columns[:3], note=_hidden(items))]
     if any(c.accepted_drafts for c in items[:SHOWN_ITEMS]):
         body.append(html.legend({"accepted draft": DRAFT, "the target's own draw": None}))
-    return html.card(f"{len(items)} completions", *body)
+    return html.card(counted(len(items), "completion"), *body)
 
 
 def _finish(c: Completion) -> object:
@@ -77,9 +78,12 @@ def _head(c: Completion) -> str:
 
 
 def _facts(c: Completion) -> str:
-    facts = [f"{len(c.prompt_token_ids)} prompt tokens", f"{len(c.token_ids)} tokens"]
+    facts = [
+        counted(len(c.prompt_token_ids), "prompt token"),
+        counted(len(c.token_ids), "token"),
+    ]
     if c.accepted_drafts:
-        facts.append(f"{c.accepted_drafts} of them from drafts, {_steps(c)} steps")
+        facts.append(f"{c.accepted_drafts} of them from drafts, {counted(_steps(c), 'step')}")
     if c.logprobs:
         facts.append(f"mean logprob {fmt(sum(c.logprobs) / len(c.logprobs))}")
     return ", ".join([*facts, f"finished: {c.finish_reason}"])
@@ -96,7 +100,8 @@ def _tokens(c: Completion) -> html.Html:
         for i, piece in enumerate(pieces[:SHOWN_TOKENS])
     ]
     hidden = len(pieces) - len(shown)
-    note = [html.block(html.muted(f"{hidden} more tokens; .table() has all"))] if hidden else []
+    more = counted(hidden, "more token") + "; .table() has all"
+    note = [html.block(html.muted(more))] if hidden else []
     return html.join([html.tokens(shown), *note])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.display import html
 from deepinfer.display.layers import layers_html, layers_text, roles_text
-from deepinfer.display.numbers import fmt, size
+from deepinfer.display.numbers import counted, fmt, size
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
@@ -108,9 +108,9 @@ def _approximate(is_so: bool) -> list[html.Html]:
 def _model(c: ModelConfig) -> str:
     draft = f" + {len(c.draft_layers)} draft" if c.draft_layers else ""
     return (
-        f"{c.num_layers} layers ({len(c.encoder_layers)} encoder, {len(c.decoder_layers)} decoder)"
-        f"{draft}, width {c.hidden_size}, {c.n_routed_experts} experts, "
-        f"{c.num_experts_per_tok} a token, vocabulary {c.vocab_size}"
+        f"{counted(c.num_layers, 'layer')} ({len(c.encoder_layers)} encoder, "
+        f"{len(c.decoder_layers)} decoder){draft}, width {c.hidden_size}, "
+        f"{counted(c.n_routed_experts, 'expert')}, {c.num_experts_per_tok} a token, vocabulary {c.vocab_size}"
     )
 
 
@@ -162,11 +162,12 @@ def _steps(eng: Engine) -> str:
     if not s.steps:
         return ""
     said = (
-        f"{s.steps} steps ({s.prefill_steps} prefill, {s.decode_steps} decode), {s.tokens} tokens"
+        f"{counted(s.steps, 'step')} ({s.prefill_steps} prefill, {s.decode_steps} decode), "
+        f"{counted(s.tokens, 'token')}"
     )
     if s.acceptance is not None:
         drafts = sum(s.drafted.values())
-        said += f", {sum(s.accepted.values())} of {drafts} verified drafts accepted"
+        said += f", {sum(s.accepted.values())} of {counted(drafts, 'verified draft')} accepted"
     return said
 
 

@@ -141,6 +141,15 @@ def folded(summary: object, *children: object) -> Html:
     return tag("details", line, *children, style="margin:4px 0")
 
 
+def _blanks_count(value: object) -> bool:
+    """Whether `value` is text that HTML would change: it folds blanks and drops outer ones."""
+    if not isinstance(value, str) or isinstance(value, Html):
+        return False
+    return value != " ".join(value.split())
+
+
 def _cell(kind: str, value: object, side: str) -> Html:
     style = f"text-align:{side};padding:2px 10px 2px 0;vertical-align:top"
+    if kind == "td" and _blanks_count(value):
+        style += ";white-space:pre"
     return tag(kind, value, style=style + (";font-weight:600" if kind == "th" else ""))

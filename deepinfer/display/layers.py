@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from deepinfer.display import html
+from deepinfer.display.numbers import counted
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
@@ -63,9 +64,9 @@ def _part(c: ModelConfig, name: str, layers: range) -> html.Html:
     body = html.tag(
         "table", html.tag("tbody", *grid), style="border-collapse:separate;border-spacing:2px"
     )
-    counted = f"{name}: {len(layers)} layer{'s' if len(layers) > 1 else ''}{hidden}"
+    head = f"{name}: {counted(len(layers), 'layer')}{hidden}"
     style = "display:inline-block;vertical-align:top;margin:4px 18px 4px 0"
-    return html.block(html.block(html.muted(counted)), body, style=style)
+    return html.block(html.block(html.muted(head)), body, style=style)
 
 
 def _line(label: str, cells: Iterable[html.Html]) -> html.Html:

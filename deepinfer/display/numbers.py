@@ -44,6 +44,11 @@ def _trimmed(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def counted(n: int, one: str, many: str = "") -> str:
+    """A count and its noun. >>> counted(1, "text"), counted(2, "text") -> ('1 text', '2 texts')"""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
 def size(count: float) -> str:
     """Bytes as text, in decimal units. >>> size(7_200_000_000) -> '7.2 GB'"""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -1,5 +1,6 @@
 """Drawings with matplotlib, in one palette. matplotlib is imported when something is drawn."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,12 +50,20 @@ def series(
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     if title:
-        ax.set_title(title)
+        ax.set_title(_wrapped(title, ax))
     ax.spines[["top", "right"]].set_visible(False)
     if by is not None:
         cut = f" ({len(shown)} of {len(lines)} shown)" if len(shown) < len(lines) else ""
         ax.legend(title=by + cut, frameon=False)
     return ax
+
+
+def _wrapped(title: str, ax: "Axes") -> str:
+    """`title` in lines that fit over `ax`; matplotlib would cut what is wider than the figure."""
+    points = ax.get_position().width * ax.figure.get_figwidth() * 72
+    size = ax.title.get_fontsize()
+    lines = title.splitlines()
+    return "\n".join(textwrap.fill(line, max(10, int(points / (0.56 * size)))) for line in lines)
 
 
 def _bars(ax: "Axes", lines: Mapping[str, tuple[Sequence, Sequence]]) -> None:

@@ -1,6 +1,7 @@
 """Table: what every measurement is or holds. Tidy rows, exact export, and where they come from."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,17 +176,26 @@ class Table:
 
         return grid(*self._shown(), title=self.title, width=SHOWN_WIDTH)
 
+    def to_text(self) -> str:
+        """Aligned text of every row and column; `repr` shows the first of them."""
+        from deepinfer.display.text import grid
+
+        columns, rows, numeric, note = self._shown(len(self))
+        return grid(columns, rows, numeric, note, title=self.title, width=sys.maxsize)
+
     def _repr_html_(self) -> str:
         from deepinfer.display import html
 
         columns, rows, numeric, note = self._shown()
         return html.table(columns, rows, numeric=numeric, caption=self.title, note=note)
 
-    def _shown(self) -> tuple[tuple[str, ...], list[list[str]], set[str], str]:
+    def _shown(
+        self, most: int = SHOWN_ROWS
+    ) -> tuple[tuple[str, ...], list[list[str]], set[str], str]:
         """Columns, formatted rows, the names of numeric columns, and what is hidden."""
         from deepinfer.display.numbers import fmt
 
-        rows = [["" if v is None else fmt(v) for v in row] for row in self._rows[:SHOWN_ROWS]]
+        rows = [["" if v is None else fmt(v) for v in row] for row in self._rows[:most]]
         numeric = {
             name
             for i, name in enumerate(self.columns)
@@ -193,8 +203,10 @@ class Table:
             and all(_number(row[i]) or row[i] is None for row in self._rows)
         }
         hidden = len(self) - len(rows)
-        note = f"{hidden} of {len(self)} rows hidden; t[{len(rows)}:] shows them" if hidden else ""
-        return self.columns, rows, numeric, note if self._rows else "no rows"
+        them = "it" if hidden == 1 else "them"
+        note = f"{hidden} of {len(self)} rows hidden; t[{len(rows)}:] shows {them}"
+        note = note if hidden else "" if rows else "no rows"
+        return self.columns, rows, numeric, note
 
     # -- inside -----------------------------------------------------------------------------------
 
