@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
 import tempfile
 import time
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        said = _in_options(str(said))
         if isinstance(error, MemoryError):  # Python's own says nothing
             said = f"out of memory {error}".rstrip()
         print(f"deepinfer {args.command}: {said}", file=sys.stderr)
@@ -51,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def demo(args: argparse.Namespace) -> int:
     """A tiny checkpoint is written, loaded through the official format, and generates."""
+    from deepinfer.display.numbers import counted
+
     threads = _threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="deepinfer-") as folder:
         facts, plain, drafted = _demo(Path(folder) / "tiny", args)
@@ -61,19 +66,21 @@ def demo(args: argparse.Namespace) -> int:
     seconds = facts["seconds"]
     print(
         "A tiny checkpoint: random weights, so its text is noise, but every mechanism runs.\n"
-        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in {seconds['write']:.2f} s"
-        f" and loaded through the official format in {seconds['load']:.2f} s.\n"
+        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in "
+        f"{seconds['write']:.2f} s and loaded through the official format in "
+        f"{seconds['load']:.2f} s.\n"
     )
     for prompt, completion in zip(PROMPTS, plain, strict=True):
         print(f"prompt: {prompt}\n{completion}\n")
     same = [c.token_ids for c in plain] == [c.token_ids for c in drafted]
     print(f"The first one again, with {DRAFTS} drafts a step: where each token came from")
-    print(f"{drafted[0].table()}\n")
+    print(f"{drafted[0].table().to_text()}\n")
     print(f"steps: {facts['steps']} without drafts, {facts['drafted_steps']} with", end=", ")
     print("and the same tokens" if same else "tokens differ (a near-tie in float32)")
     rate = facts["tokens"] / seconds["generate"]
-    print(f"{facts['tokens']} tokens in {seconds['generate']:.2f} s: {rate:.0f} tokens/s", end=", ")
-    print(f"{threads} thread" + ("s" if threads > 1 else ""))
+    made = counted(facts["tokens"], "token")
+    print(f"{made} in {seconds['generate']:.2f} s: {rate:.0f} tokens/s", end=", ")
+    print(counted(threads, "thread"))
     return 0
 
 
@@ -108,6 +115,8 @@ def generate(args: argparse.Namespace) -> int:
     sampling |= {"top_p": args.top_p, "top_k": args.top_k, "seed": args.seed}
     with _engine(args) as engine:
         out, seconds = _timed(lambda: engine.generate(list(args.prompts), **sampling))
+    from deepinfer.display.numbers import counted
+
     tokens = sum(len(c.token_ids) for c in out)
     failed = [c for c in out if c.error is not None]
     if args.json:
@@ -116,7 +125,8 @@ def generate(args: argparse.Namespace) -> int:
         for prompt, completion in zip(args.prompts, out, strict=True):
             said = f"error: {completion.error}" if completion.error else completion.text
             print(f"{prompt}{said}" if completion.error is None else said)
-    print(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)", file=sys.stderr)
+    made = counted(tokens, "token")
+    print(f"{made} in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -139,8 +149,9 @@ def make_tiny(args: argparse.Namespace) -> int:
     if args.json:
         _dump({"path": args.path, "files": {p.name: p.stat().st_size for p in files}})
     else:
-        print("\n".join(f"{p.stat().st_size:>10}  {p.name}" for p in files))
-        print(f"deepinfer generate --model {args.path} 'a prompt'   # runs it")
+        print("\n".join(f"{p.stat().st_size:>13,}  {p.name}" for p in files))
+        named = "./tiny" if args.path == "tiny" else args.path  # the bare word is another model
+        print(f"deepinfer generate --model {shlex.quote(named)} 'a prompt'   # runs it")
     return 0
 
 
@@ -218,19 +229,27 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="raw text; no chat template")
     parser.add_argument(
         "--model", default="tiny", metavar="PATH",
-        help="a checkpoint's folder, or 'tiny' for random weights (default)",
+        help="a checkpoint's folder, or 'tiny' (default): random weights; a folder of that name is "
+        "./tiny",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="default %(default)s"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all")
-    parser.add_argument("--top-k", type=int, default=-1, metavar="K", help="-1 keeps all")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T",
+        help="0 is greedy; default %(default)s",
+    )  # fmt: skip
+    for name, letter, of, default in (("--top-p", "P", float, 1.0), ("--top-k", "K", int, -1)):
+        about = "default %(default)s: keeps all"
+        parser.add_argument(name, type=of, default=default, metavar=letter, help=about)
     parser.add_argument(
         "--draft", type=int, default=0, metavar="N",
         help="tokens drafted and verified a step; the text stays the same (default 0: off)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default=None)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"), default=None,
+        help="default: float32 on a CPU, bfloat16 on an accelerator",
+    )  # fmt: skip
     _add_common(parser, seed=None)
 
 
@@ -244,7 +263,7 @@ def _add_small(commands: Any) -> None:
 
     parser = _add(commands, "make-tiny", make_tiny, "deepinfer make-tiny ./tiny --seed 1")
     parser.add_argument("path", metavar="PATH", help="a new or empty folder")
-    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="default %(default)s")
     _add_json(parser)
 
     _add_json(_add(commands, "doctor", doctor, "deepinfer doctor --json"))
@@ -252,8 +271,9 @@ def _add_small(commands: Any) -> None:
     parser = _add(commands, "lab", lab, "deepinfer lab my-tutorials -- --no-browser --port 8899")
     parser.usage = "deepinfer lab [-h] [--copy] [DIR] [-- OPTION ...]"
     parser.description += (
-        " What follows -- goes to JupyterLab as it is: --allow-root (needed as root), --no-browser, "
-        "--port N and all else that `jupyter lab --help` lists. The exit status is JupyterLab's."
+        " What follows -- goes to JupyterLab as it is: --allow-root (needed as root), "
+        "--no-browser, --port N and all else that `jupyter lab --help` lists. The exit status is "
+        "JupyterLab's."
     )
     parser.add_argument(
         "folder", nargs="?", metavar="DIR",
@@ -263,11 +283,13 @@ def _add_small(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, seed: int | None) -> None:
-    parser.add_argument("--seed", type=int, default=seed, help="the same seed gives the same text")
+    chosen = "a new one each time" if seed is None else seed
+    about = f"0 or more; the same seed gives the same text; default: {chosen}"
+    parser.add_argument("--seed", type=_seed, default=seed, metavar="N", help=about)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
     parser.add_argument(
         "--threads", type=_thread_count, default=1, metavar="N",
-        help=f"of the CPU, 1 to {MOST_THREADS}; decode-sized work wants 1 (default)",
+        help=f"of the CPU, 1 to {MOST_THREADS}; decode-sized work wants 1 (default %(default)s)",
     )  # fmt: skip
     _add_json(parser)
 
@@ -285,6 +307,12 @@ def _thread_count(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or not int(text[:21]) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer in 0..2**64-1 is needed")
+    return int(text)
+
+
 def _threads(count: int) -> int:
     """Set torch's threads and say so."""
     import torch
@@ -297,14 +325,53 @@ def _threads(count: int) -> int:
 def _engine(args: argparse.Namespace) -> Engine:
     import deepinfer as di
 
-    if args.draft < 0:
-        raise ValueError(f"--draft {args.draft}: 0 or more")
+    folder = None if args.model == "tiny" else _located(args.model)
+    if args.draft:
+        _check_draft(args.draft, folder)
     verifier = di.verifier.Fixed(args.draft) if args.draft else "off"
     settings = {"device": args.device, "dtype": args.dtype, "verifier": verifier}
-    if args.model == "tiny":
-        print("model: tiny, random weights; its text is noise", file=sys.stderr)
-        return di.Engine.tiny(seed=0, **settings)
-    return di.Engine.from_pretrained(args.model, **settings)
+    if folder is not None:
+        return di.Engine.from_pretrained(args.model, **settings)
+    there = "; the folder ./tiny is --model ./tiny" if Path("tiny").is_dir() else ""
+    print(f"model: tiny, random weights; its text is noise{there}", file=sys.stderr)
+    return di.Engine.tiny(seed=0, **settings)
+
+
+def _located(model: str) -> Path:
+    """The folder of `--model`; the command downloads nothing."""
+    from deepinfer.checkpoint.hub import locate
+
+    try:
+        return locate(model)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"--model {model}: no such folder, and no owner/name in the local Hugging Face cache; "
+            "name a checkpoint's folder, or tiny for random weights"
+        ) from None
+
+
+def _check_draft(count: int, folder: Path | None) -> None:
+    """ValueError, before any weight is read, where the model drafts fewer tokens a step."""
+    from deepinfer.checkpoint.tiny import tiny_config
+    from deepinfer.config import ModelConfig
+
+    most = (tiny_config() if folder is None else ModelConfig.from_file(folder)).max_draft
+    if not 0 <= count <= most:
+        raise ValueError(f"--draft {count}: this model drafts 0 to {most} tokens a step")
+
+
+def _in_options(said: str) -> str:
+    """An error of the library in the command's words: top_p=0.0 is --top-p 0.0."""
+    said = re.sub(
+        r"^SamplingParams\((\w+)=(.*?)\): \1 must be (?:None or )?(.*), got .*$",
+        r"\1=\2: \3 is needed",
+        said,
+    )
+    return re.sub(
+        r"\b(device|dtype|seed|temperature|top_p|top_k|max_tokens)=(['\"]?)([\w.+-]+(?::\w+)?)\2",
+        lambda m: f"--{m[1].replace('_', '-')} {m[3]}",
+        said,
+    )
 
 
 def _make_tiny(path: Path, seed: int) -> None:

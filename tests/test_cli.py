@@ -86,6 +86,12 @@ def test_demo_shows_text_tokens_and_timing(capsys):
         assert shown in out
 
 
+def test_demo_shows_every_token(capsys):
+    status, out, _ = run(capsys, "demo", "--max-tokens", "25")
+    assert status == 0 and "hidden" not in out and "t[" not in out and "not shown" not in out
+    assert any(line.split()[:1] == ["24"] for line in out.splitlines())
+
+
 def test_demo_as_json(capsys):
     status, out, _ = run(capsys, "demo", "--max-tokens", "3", "--json")
     whole = json.loads(out)
@@ -106,14 +112,45 @@ def test_generate_repeats_with_a_seed_and_drafts_change_nothing(capsys):
 
 def test_generate_refuses_bad_values(capsys):
     for arguments, said in (
-        (["--top-p", "0"], "top_p"),
-        (["--max-tokens", "0"], "max_tokens"),
-        (["--draft", "-1"], "--draft -1"),
-        (["--device", "foo"], "device='foo'"),
+        (["--top-p", "0"], "--top-p 0.0: a number in (0, 1] (1 = off) is needed"),
+        (["--max-tokens", "0"], "--max-tokens 0: an integer >= 1 is needed"),
+        (["--draft", "-1"], "--draft -1: this model drafts 0 to 5 tokens a step"),
+        (["--draft", "99"], "--draft 99: this model drafts 0 to 5 tokens a step"),
+        (["--device", "foo"], "--device foo"),
+        (["--model", "owner/name"], "--model owner/name: no such folder"),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
     ):
         status, out, err = run(capsys, "generate", *arguments, "x")
         assert status == 1 and out == "" and said in err
+        assert not any(word in err for word in ("download=", "Fixed(", "SamplingParams", "='"))
         assert len([line for line in err.splitlines() if line.startswith("deepinfer")]) == 1
+
+
+def test_generate_s_help_says_every_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    options = capsys.readouterr().out.split("options:", 1)[1].split("\n  --")[1:]
+    silent = [text.split()[0] for text in options if "default" not in text]
+    assert len(options) == 11 and silent == ["json"]
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64), "9" * 5000, "1.5"])
+def test_seeds_are_checked(capsys, seed, tmp_path):
+    for command in (["generate", "x"], ["demo"], ["make-tiny", str(tmp_path / "a")]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, f"--seed={seed}"])
+        assert "an integer in 0..2**64-1 is needed" in capsys.readouterr().err
+
+
+def test_the_word_tiny_and_a_folder_of_that_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ("generate", "--model", "tiny", "--max-tokens", "1", "x")
+    assert "./tiny" not in run(capsys, *arguments)[2]
+    assert "generate --model ./tiny 'a prompt'" in run(capsys, "make-tiny", "tiny")[1]
+    err = run(capsys, *arguments)[2]
+    assert "random weights" in err and "the folder ./tiny is --model ./tiny" in err
+    status, _, err = run(capsys, "generate", "--model", "./tiny", "--max-tokens", "1", "x")
+    assert status == 0 and "random weights" not in err
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "1025", "9" * 5000, "many", "1.5", ""])
@@ -157,9 +194,12 @@ def test_inspect_knows_the_release_without_a_checkpoint(capsys):
     """Counts and bytes published for the released checkpoint."""
     status, out, _ = run(capsys, "inspect", "v41-flash")
     assert status == 0
-    for number in ("96085", "510286023000", "763205315794"):
-        assert number in out.replace(",", "")
-    json.loads(run(capsys, "inspect", "v41-flash", "--json")[1])
+    counts = ("96,085", "510,286,023,000", "763,205,315,794", "1,415,040")
+    for number in (*counts, "510 GB", "1.42 MB"):
+        assert number in out
+    assert max(map(len, out.split("weights:")[1].split("\n\n")[0].splitlines())) <= 110
+    rows = json.loads(run(capsys, "inspect", "v41-flash", "--json")[1])["weights"]
+    assert rows[-1]["disk"] == 510286023000 and "size" not in rows[-1]
 
 
 # -- doctor ---------------------------------------------------------------------------------------

@@ -56,27 +56,50 @@ class Inspection:
 
     def __repr__(self) -> str:
         c = self.config
+        from deepinfer.display.numbers import counted
+
         stored = "BF16" if c.quantization is None else "FP8 and FP4"
         lines = [
             f"{self.source}: {self.checked}",
-            f"{c.num_layers} layers ({c.first_decoder_layer} encoder, {len(c.decoder_layers)} "
-            f"decoder) and {len(c.draft_layers)} draft; hidden {c.hidden_size}; "
-            f"{c.n_routed_experts} experts, {c.num_experts_per_tok} per token; "
+            f"{counted(c.num_layers, 'layer')} ({c.first_decoder_layer} encoder, "
+            f"{len(c.decoder_layers)} decoder) and {len(c.draft_layers)} draft; "
+            f"hidden {c.hidden_size}; {c.n_routed_experts} experts, {c.num_experts_per_tok} per token; "
             f"vocabulary {c.vocab_size}; stored as {stored}",
             f"roles: {self.layers}",
         ]
-        parts = ["\n".join(lines), repr(self.weights), *self._divided_tables(), repr(self.cache)]
+        weights, cache = _bytes_grid(self.weights, "disk"), _bytes_grid(self.cache, "bytes")
+        parts = ["\n".join(lines), weights, *self._divided_tables(), cache]
         return "\n\n".join(parts)
 
     def _divided_tables(self) -> list[str]:
         """The totals when n-gram tables are divided over the ranks too, where there are any."""
         from deepinfer.checkpoint.sizes import memory_table
+        from deepinfer.display.numbers import size
 
         if not self.config.engram_layer_ids:
             return []
         total = memory_table(self.config, _EP_SIZES, shard_tables=True).rows[-1]
-        sizes = ", ".join(f"ep{ep} {total[f'ep{ep}']}" for ep in _EP_SIZES)
+        sizes = ", ".join(f"ep{ep} {size(total[f'ep{ep}'])}" for ep in _EP_SIZES)
         return [f"total with n-gram tables divided over the devices as well: {sizes}"]
+
+
+def _bytes_grid(table: Table, sized: str) -> str:
+    """The table as text, every digit and separators, the column `sized` also in decimal units.
+
+    Bytes per device (`ep8`, ...) have a unit only: all their digits would be wider than a screen.
+    """
+    from deepinfer.display.numbers import size
+    from deepinfer.display.text import grid
+
+    def cells(name: str, value: Any) -> list[str]:
+        if name.startswith("ep"):
+            return [size(value)]
+        text = value if isinstance(value, str) else f"{value:,}"
+        return [text, size(value)] if name == sized else [text]
+
+    columns = [part for name in table.columns for part in [name, "size"][: 1 + (name == sized)]]
+    rows = [[text for name in row for text in cells(name, row[name])] for row in table]
+    return grid(columns, rows, columns[1:], title=table.title)
 
 
 def inspect(path: str | os.PathLike | None = None) -> Inspection:

@@ -99,4 +99,4 @@ def test_inspection_of_nothing(tmp_path):
 
 def test_inspection_of_the_release():
     text = repr(inspect())
-    assert "510286023000" in text and "20 encoder, 20 decoder" in text
+    assert "510,286,023,000" in text and "20 encoder, 20 decoder" in text
