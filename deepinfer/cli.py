@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         said = error.args[0] if isinstance(error, KeyError) and error.args else error
-        said = _in_options(str(said))
+        if args.command in ("demo", "generate"):
+            said = _in_options(str(said))
         if isinstance(error, MemoryError):  # Python's own says nothing
             said = f"out of memory {error}".rstrip()
         print(f"deepinfer {args.command}: {said}", file=sys.stderr)

@@ -63,8 +63,8 @@ class Inspection:
             f"{self.source}: {self.checked}",
             f"{counted(c.num_layers, 'layer')} ({c.first_decoder_layer} encoder, "
             f"{len(c.decoder_layers)} decoder) and {len(c.draft_layers)} draft; "
-            f"hidden {c.hidden_size}; {c.n_routed_experts} experts, {c.num_experts_per_tok} per token; "
-            f"vocabulary {c.vocab_size}; stored as {stored}",
+            f"hidden {c.hidden_size}; {counted(c.n_routed_experts, 'expert')}, "
+            f"{c.num_experts_per_tok} per token; vocabulary {c.vocab_size}; stored as {stored}",
             f"roles: {self.layers}",
         ]
         weights, cache = _bytes_grid(self.weights, "disk"), _bytes_grid(self.cache, "bytes")

@@ -110,7 +110,8 @@ def _model(c: ModelConfig) -> str:
     return (
         f"{counted(c.num_layers, 'layer')} ({len(c.encoder_layers)} encoder, "
         f"{len(c.decoder_layers)} decoder){draft}, width {c.hidden_size}, "
-        f"{counted(c.n_routed_experts, 'expert')}, {c.num_experts_per_tok} a token, vocabulary {c.vocab_size}"
+        f"{counted(c.n_routed_experts, 'expert')}, {c.num_experts_per_tok} a token, "
+        f"vocabulary {c.vocab_size}"
     )
 
 
