@@ -128,7 +128,7 @@ class Scores:
 
     def table(self) -> Table:
         """One row per text: tokens, bytes, nats, perplexity, bits_per_byte."""
-        from deepinfer.display.numbers import fmt
+        from deepinfer.display.numbers import counted, fmt
         from deepinfer.measure.table import Table
 
         rows = [
@@ -143,8 +143,7 @@ class Scores:
             for i, s in enumerate(self.items)
         ]
         together = f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}"
-        count = "1 text" if len(rows) == 1 else f"{len(rows)} texts"
-        return Table(rows, title=f"{count}: {together}", provenance=self.provenance)
+        return Table(rows, title=f"{counted(len(rows), 'text')}: {together}", provenance=self.provenance)
 
     def __len__(self) -> int:
         return len(self.items)
