@@ -71,3 +71,8 @@ def test_expected_numbers_hold_on_the_device(tmp_path):
     for n in (5, 129):
         got = eng.logits(oracle.prompts()[n]).cpu()
         assert (got - oracle.numbers("logits")[f"logits/{n}"]).abs().max() <= 1e-4
+
+
+def test_batch_invariance_is_not_claimed_where_it_does_not_hold(gpu):
+    with pytest.raises(ValueError, match="holds on the CPU only so far"):
+        gpu.with_(batch_invariant=True)

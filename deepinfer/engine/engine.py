@@ -77,7 +77,7 @@ class Engine:
         self._shared, self._settings = shared, settings
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
-            require_invariant(self._slots)
+            require_invariant(self._slots, shared.model.device)
         # started here, so that what does not fit the model is refused now and not at the first step
         self._started = start_slots(shared.model, settings, self._slots)
         self._limits = Limits.of(settings, shared.config, self._started["verifier"].max_draft)

@@ -95,8 +95,13 @@ def completes(keywords: type, *more: type):
     return put
 
 
-def require_invariant(slots: dict[str, Any]) -> None:
-    """ValueError naming the slots that do not promise bits independent of the batch."""
+def require_invariant(slots: dict[str, Any], device: torch.device) -> None:
+    """ValueError naming the slots that do not promise bits independent of the batch, or a device
+    whose matrix library does not keep them (on an H200 float32 log-probabilities differed)."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"batch_invariant=True holds on the CPU only so far, this engine is on {device}: leave it out there"
+        )
     without = [n for n in SLOTS if not registry.promises(slots[n], n).batch_invariant]
     if without:
         named = ", ".join(f"{n}={slots[n]!r}" for n in without)
