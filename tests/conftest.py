@@ -1,6 +1,7 @@
-"""For every test: one thread, no deadline for properties, GPU tests only where there is a GPU."""
+"""For every test: one thread, a seed, no deadline for properties, GPU tests only where there is a GPU."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; the tests' sizes want one
 os.environ["DI_DISPLAY"] = "test"
@@ -11,6 +12,13 @@ import pytest
 # A first call builds kernels and caches, so a deadline would fail on a busy machine.
 hypothesis.settings.register_profile("deepinfer", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("deepinfer")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """A test that draws from torch's own stream draws the same numbers in any order of tests."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items):

@@ -128,7 +128,7 @@ class CountsPadding(Claiming):
 class Noisy(Claiming):
     def attend(self, layer, q, kv, selected, plan):
         return super().attend(layer, q, kv, selected, plan) * (
-            1 + 1e-13 * torch.rand(()).double()
+            1 + 1e-6 * torch.rand(()).double()
         ).to(q.dtype)
 
 

@@ -87,7 +87,7 @@ class ClaimsBits(Claiming):
 class RandomTies(Claiming):
     def route(self, layer, x, rows):
         r = super().route(layer, x, rows)
-        return Routing(r.ids, r.weights * (1 + 1e-12 * torch.rand((), dtype=torch.float64)))
+        return Routing(r.ids, r.weights * (1 + 1e-6 * torch.rand((), dtype=torch.float64)))
 
 
 @B.breaks("inputs are not changed", "its input x")
