@@ -8,22 +8,31 @@
               conf_k = sigmoid(w . [h_k ; markov.embed[prev]]) with h_k before the norm
 Row k predicts position a+2+k. Drafts are drawn with the key of the position they predict, the same
 key the target uses there, so that equal laws give equal tokens.
+
+A draft step reads the context from an engine's cache, or from a `SequenceContext`: the keys of whole
+sequences as one forward made them, which a gradient can pass (training, one-shot checks).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Iterator, cast
 
 import torch
 from torch import Tensor, nn
 
+from deepinfer.cache.kv_cache import KVCache
 from deepinfer.cache.layer_kv import ring_places
 from deepinfer.config import ModelConfig
+from deepinfer.kernels.records import Layout, Records
 from deepinfer.model import mhc
 from deepinfer.model.attention_layer import store
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm, Weight
 from deepinfer.model.stack import Layer, Model
-from deepinfer.slots.protocols import AttnPlan, Draft, RowKeys, RowParams, Rows, RowSet, Sampler
+from deepinfer.slots.protocols import (
+    AttnPlan, Batch, Draft, RowKeys, RowParams, Rows, RowSet, Sampler,
+)
 
 
 class Holder(nn.Module):
@@ -48,6 +57,20 @@ class DraftLayer(Layer):
             self.confidence_head.proj = Linear(c.hidden_size + c.dspark_markov_rank, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceContext:
+    """The drafter's context of whole sequences of `ring` rows each, all from position 0.
+
+    windows: draft layer -> Records of [sequences * ring, d] keys, rounded as a cache keeps them, with
+    their gradient. It stands where a draft step expects its cache: a ring that holds a whole sequence
+    has position p of sequence s at place s * ring + p, which is the row of the forward. Nothing is
+    ever written to it, so place 0 is a record like any other.
+    """
+
+    windows: dict[int, Records]
+    ring: int
+
+
 class Drafter:
     """The drafter over a Model's mtp blocks (no weights of its own; embedding and head are shared)."""
 
@@ -61,9 +84,9 @@ class Drafter:
         cos, sin = ctx.angles(keys, False, context.dtype)
         return [layer.attn.window_key(context, cos, sin, ctx) for layer in self.model.mtp]
 
-    def remember(self, rows: Rows, ctx: ForwardContext) -> None:
-        """Write the drafter's context of the step's rows (later-rejected ones too: they are
-        overwritten by position). Raises ValueError when a target layer gave no features."""
+    def stored_keys(self, rows: Rows, ctx: ForwardContext) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(layer, window keys [t, d], the same as a record keeps them) of every draft layer. Raises
+        ValueError when a target layer gave no features."""
         targets = self.model.config.dspark_target_layer_ids
         if len(rows.features) != len(targets):
             raise ValueError(
@@ -71,9 +94,64 @@ class Drafter:
             )
         features = ctx.see("features", torch.cat(rows.features, -1), rows.set)
         for layer, key in zip(self.model.mtp, self.context_keys(features, rows.set, ctx)):
-            ring = ctx.cache.windows[layer.layer]
             fmt = ctx.attention.kv_spec(ctx.config, layer.layer).window_format
-            store(ring, ctx.window_writes(layer.layer, rows.set), key, ctx.round(key, fmt))
+            yield layer.layer, key, ctx.round(key, fmt)
+
+    def remember(self, rows: Rows, ctx: ForwardContext) -> None:
+        """Write the drafter's context of the step's rows (later-rejected ones too: they are
+        overwritten by position). Raises ValueError when a target layer gave no features."""
+        for layer, key, rounded in self.stored_keys(rows, ctx):
+            store(ctx.cache.windows[layer], ctx.window_writes(layer, rows.set), key, rounded)
+
+    # ------------------------------------------------------------------ whole sequences, no cache
+
+    def sequence_context(self, rows: Rows, ctx: ForwardContext) -> SequenceContext:
+        """The context of every position of the sequences that a forward without a cache has run:
+        its `Output.rows`, its ctx. Roundings pass gradients straight through.
+
+        Raises ValueError where the sequences do not all start at position 0 and have as many rows
+        as each other, as far as the host knows, or a target layer gave no features.
+        """
+        sequences, total = rows.set.first.shape[0], rows.set.count
+        lengths = {stop - start for _, start, stop in rows.set.segments or ()}
+        if ctx.batch.has_history or not sequences or total % sequences or len(lengths) > 1:
+            raise ValueError(
+                f"{total} rows of {sequences} sequences (lengths {sorted(lengths) or 'on the device'}, "
+                f"history: {ctx.batch.has_history}): a drafter's context without a cache wants "
+                "sequences of one length, each from its position 0; cut or pad them"
+            )
+        windows = {
+            layer: Records(rounded, None, Layout("float", rounded.shape[-1]))
+            for layer, _, rounded in self.stored_keys(rows, ctx)
+        }
+        return SequenceContext(windows, total // sequences)
+
+    def block_context(
+        self, context: SequenceContext, seqs: Tensor, tokens: Tensor, positions: Tensor,
+        ctx: ForwardContext,
+    ) -> ForwardContext:
+        """The ForwardContext of one draft step over whole sequences, for `states`.
+
+        Block i continues sequence seqs[i] with tokens[i] at positions[i] (all [b] long, 1 <= position
+        <= context.ring, not checked: that would wait for the device). Any number of blocks may
+        continue one sequence. Nothing here waits for the device.
+        """
+        b, back = tokens.shape[0], self.model.config.engram_max_ngram_size - 1
+        own = torch.arange(b, device=tokens.device)
+        none = own.new_zeros(0)
+        batch = Batch(
+            ids=tokens, positions=positions, seq=own, rows=torch.ones_like(own), length=positions,
+            pages=own.new_zeros(b, 1), state=seqs, lookback=own.new_full((b, back), -1),
+            logit_rows=none, row_set=RowSet(positions, own, own, positions), reach=context.ring,
+            max_rows=1,
+        )
+        # Frequencies are the model's; all else that layers share belongs to the rows of one step.
+        shared = {key: x for key, x in ctx._shared.items() if key[0] == "frequencies"}
+        # Of a cache, a draft step uses the two fields that a SequenceContext has.
+        cache = cast(KVCache, context)
+        return replace(ctx, batch=batch, cache=cache, _shared=shared)
+
+    # ------------------------------------------------------------------------------ draft blocks
 
     def block_rows(self, tokens: Tensor, positions: Tensor, n: int) -> Rows:
         """Rows of the draft blocks: [b*n] rows, token g then noise, at positions, positions+1, ..."""
@@ -118,21 +196,32 @@ class Drafter:
         base = ctx.see("mtp.base", base, rows.set)
         return h.view(b, n, h.shape[-1]), base.view(b, n, base.shape[-1])
 
+    def slot_logits(
+        self, h: Tensor, base: Tensor, previous: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """(logits [r, v], score [r]) of block slots whose token follows `previous` [r].
+
+        h [r, d], base [r, v]: rows of `states`. The confidence of the token is sigmoid(score).
+        """
+        last = self.model.mtp[-1]
+        markov = last.markov_head.embed.weight[previous]
+        logits = base + last.markov_head.head(markov, ctx, base.dtype)
+        score = last.confidence_head.proj(torch.cat([h, markov], -1), ctx, base.dtype)
+        return logits, score[:, 0]
+
     def propose(
         self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext,
         sampler: Sampler, params: RowParams, keys: RowKeys, keep_dists: bool = False,
     ) -> Draft:
         """Draft n tokens a sequence. keys: of the first draft's output position."""
         h, base = self.states(tokens, positions, n, ctx)
-        last, dists, out, confidence, logprobs = self.model.mtp[-1], [], [], [], []
+        dists, out, confidence, logprobs = [], [], [], []
         previous = tokens
         for k in range(n):
-            markov = last.markov_head.embed.weight[previous]
-            logits = base[:, k] + last.markov_head.head(markov, ctx, base.dtype)
+            logits, score = self.slot_logits(h[:, k], base[:, k], previous, ctx)
             dist = sampler.distribution(logits, params)
             drawn = sampler.draw(dist, keys.later(k))
-            score = last.confidence_head.proj(torch.cat([h[:, k], markov], -1), ctx, base.dtype)
-            confidence.append(score[:, 0].clamp(-60, 60).sigmoid())
+            confidence.append(score.clamp(-60, 60).sigmoid())
             logprobs.append(drawn.logprobs)
             previous = drawn.tokens
             out.append(previous)
