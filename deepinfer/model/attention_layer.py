@@ -93,7 +93,8 @@ class AttentionLayer(nn.Module):
             ("entry angles", id(keys), r), lambda: ctx.angles_at(first.clamp(min=0), True, x.dtype)
         )
         entry = ops.rope(latent, cos, sin)
-        index = ops.rope(self.indexer.k_norm(self.indexer.wk(latent, ctx), ctx), cos, sin)
+        # Picks carry no gradient; a loss on the scores must train the indexer and nothing before it.
+        index = ops.rope(self.indexer.k_norm(self.indexer.wk(latent.detach(), ctx), ctx), cos, sin)
         spec = ctx.attention.kv_spec(ctx.config, self.layer)
         own_entry, entry = record(f"{name}.entries", entry, spec.entry_format, keys, ctx)
         own_index, index = record(f"{name}.index_keys", index, spec.index_format, keys, ctx)
@@ -124,6 +125,7 @@ class AttentionLayer(nn.Module):
 
     def index_query(self, x: Tensor, qa: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> IndexQuery:
         c = ctx.config
+        x, qa = x.detach(), qa.detach()  # as the index keys: see source_kv
         query = self.indexer.wq_b(qa, ctx).view(-1, c.index_n_heads, c.index_head_dim)
         query = ctx.round(ctx.ops.rope(query, cos, sin), "mxfp4")
         scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5

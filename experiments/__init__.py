@@ -1,0 +1,1 @@
+"""Studies built on deepinfer. They import it; it never imports them."""

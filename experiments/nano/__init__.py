@@ -1,0 +1,1 @@
+"""How the nano checkpoint is made and measured. See README.md in this folder."""

@@ -1,0 +1,73 @@
+"""Batches of whole sequences from the tokenised corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents one after another, each [bos] + tokens + [eos]. ids: uint16; offsets: [documents + 1]."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def document(self, i: int) -> np.ndarray:
+        return self.ids[self.offsets[i] : self.offsets[i + 1]]
+
+
+def corpus(path: str | Path) -> dict[str, Split]:
+    """{'library', 'tests', 'dev'} of the corpus.npz that `experiments.nano.data` writes."""
+    with np.load(path) as stored:
+        names = sorted({key.split("_")[0] for key in stored.files})
+        return {n: Split(stored[f"{n}_ids"], stored[f"{n}_offsets"]) for n in names}
+
+
+class Stream:
+    """Endless rows of a split: its documents in a new order each epoch, cut into rows of equal
+    length from a random place on. Epochs are drawn from the seed, not from a clock."""
+
+    def __init__(self, split: Split, seed: int) -> None:
+        self.split, self.epoch = split, 0
+        self._rng = np.random.default_rng(seed)
+        self._ids, self._at = split.ids[:0], 0
+
+    def rows(self, n: int, length: int) -> np.ndarray:
+        """[n, length] int64."""
+        out = []
+        for _ in range(n):
+            while len(self._ids) - self._at < length:
+                self._next_epoch(length)
+            out.append(self._ids[self._at : self._at + length])
+            self._at += length
+        return np.stack(out).astype(np.int64) if out else np.zeros((0, length), np.int64)
+
+    def _next_epoch(self, length: int) -> None:
+        order = self._rng.permutation(self.split.documents)
+        left = self._ids[self._at :]
+        self._ids = np.concatenate([left, *(self.split.document(i) for i in order)])
+        if not self.epoch:
+            self._at = int(self._rng.integers(min(length, max(len(self._ids) - length, 1))))
+        else:
+            self._at = 0
+        self.epoch += 1
+
+
+def mixed(streams: list[Stream], shares: list[float], rows: int, length: int) -> np.ndarray:
+    """[rows, length] with each stream's share of the rows, the first getting what rounding leaves."""
+    counts = [round(share * rows) for share in shares]
+    counts[0] = rows - sum(counts[1:])
+    return np.concatenate([s.rows(n, length) for s, n in zip(streams, counts)])
+
+
+def pieces(split: Split, length: int) -> np.ndarray:
+    """[n, length] rows that cover the split's documents laid one after another, without the rest."""
+    n = len(split.ids) // length
+    return split.ids[: n * length].reshape(n, length).astype(np.int64)

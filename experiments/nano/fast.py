@@ -1,0 +1,327 @@
+"""The batched training path: the project's own model on many whole sequences at once.
+
+Nothing of the model is written twice. `deepinfer.model.Model` runs as it is, without a cache, over a
+flat batch of b sequences of t rows; only two slots know that the sequences are whole and equally long:
+
+    BatchedCSA2   the window as blocks of W queries against 2 W keys; picked entries gathered once per
+                  selection and shared by the layers that reuse it; the indexer's loss on the side
+    DenseExperts  all experts as one wide MLP whose activations the routing weights mask: at an expert
+                  width of 32 this is cheaper than sorting rows
+Both are held equal to `CSA2` and `Local` by tests.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer import kernels
+from deepinfer.config import ModelConfig
+from deepinfer.kernels.numerics import acc_dtype
+from deepinfer.kernels.swiglu.reference import swiglu
+from deepinfer.model.context import ForwardContext, Tap
+from deepinfer.slots.attention.csa2 import CSA2, outside
+from deepinfer.slots.experts.local import Local
+from deepinfer.slots.protocols import (
+    AttnPlan, Batch, EngineInfo, ExpertLayer, IndexQuery, LayerInfo, Routing, RowSet, Selected,
+)
+
+
+def batch_of(ids: Tensor, config: ModelConfig) -> Batch:
+    """The Batch of whole sequences ids [b, t], each from its start; logits of every row."""
+    b, t = ids.shape
+    device = ids.device
+    positions = torch.arange(t, device=device).repeat(b)
+    seq = torch.arange(b, device=device).repeat_interleave(t)
+    zeros = torch.zeros(b, dtype=torch.long, device=device)
+    segments = tuple((i, i * t, (i + 1) * t) for i in range(b))
+    rows = RowSet(positions, seq, torch.arange(b, device=device) * t, zeros, segments)
+    back = config.engram_max_ngram_size - 1
+    padded = F.pad(ids, (back, 0), value=-1)
+    lookback = torch.stack([padded[:, back - s : back - s + t] for s in range(1, back + 1)], -1)
+    return Batch(
+        ids=ids.flatten(), positions=positions, seq=seq, rows=zeros + t, length=zeros,
+        pages=zeros[:, None], state=zeros, lookback=lookback.flatten(0, 1),
+        logit_rows=torch.arange(b * t, device=device), row_set=rows, reach=t, max_rows=t,
+        has_history=False,
+    )
+
+
+def context(
+    config: ModelConfig, ids: Tensor, *, fidelity: int = 1, tap: Tap | None = None,
+    index_loss: IndexLoss | None = None, compiled: bool = False, dtype: torch.dtype | None = None,
+) -> ForwardContext:
+    """The forward of whole sequences ids [b, t] through the batched slots, without a cache.
+
+    index_loss: collects the indexer's loss of this forward. compiled: fuse the elementwise work of
+    attention and experts with torch.compile (worth its start on an accelerator).
+    """
+    info = EngineInfo(config, ids.device, dtype or torch.float32, ids.shape[0])
+    attention = BatchedCSA2(tuple(ids.shape), index_loss, compiled).start(info)
+    return ForwardContext(
+        config=config, batch=batch_of(ids, config), ops=kernels.bind(), attention=attention,
+        experts=DenseExperts(compiled).start(info), fidelity=fidelity, tap=tap,
+    )
+
+
+@lru_cache(maxsize=None)
+def fused(fn: Callable) -> Callable:
+    """fn as one compiled function per shape."""
+    return torch.compile(fn, dynamic=False)
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+class BatchedCSA2(CSA2):
+    """CSA2 for `shape` = (b, t): b whole sequences of t rows, t a multiple of the window."""
+
+    def __init__(
+        self, shape: tuple[int, int], index_loss: IndexLoss | None = None, compiled: bool = False
+    ) -> None:
+        super().__init__()
+        self.shape, self.index_loss, self.compiled = shape, index_loss, compiled
+        self._gathered: tuple[Tensor, Tensor] | None = None
+
+    def start(self, info: EngineInfo) -> BatchedCSA2:
+        own = copy.copy(self)
+        own._config = info.config
+        if self.shape[1] % info.config.sliding_window:
+            raise ValueError(
+                f"sequences of {self.shape[1]} rows: the batched path wants a multiple of the "
+                f"window, {info.config.sliding_window}"
+            )
+        return own
+
+    def select(
+        self, layer: LayerInfo, index: IndexQuery, kv, plan: AttnPlan, carried: Selected | None
+    ) -> Selected:
+        b, t = self.shape
+        n, visible = plan.reach[layer.ratio], plan.visible[layer.ratio]
+        keys = kv.index_key_rows(n)
+        entry = torch.arange(n, device=keys.device)
+        hidden = entry >= visible[:, None]
+        candidates = carried.candidates if layer.role == "reindex" and carried is not None else None
+        with torch.no_grad():
+            weigh = fused(weighted) if self.compiled else weighted
+            query = index.query.unflatten(0, (b, t)).flatten(1, 2)
+            dots = (query @ keys.mT).view(b * t, -1, n)
+            scores = weigh(dots, index.weights).masked_fill(hidden, -torch.inf)
+            if layer.candidate_source and n > layer.candidate_blocks * layer.candidate_block_size:
+                candidates = blocks(scores, visible, layer.candidate_block_size, layer.candidate_blocks)
+            elif candidates is not None:
+                hidden = hidden | outside(candidates, n, layer.candidate_block_size)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            ids = best(scores, min(layer.top_k, n))
+        if self.index_loss is not None:
+            self.index_loss.start(layer, index, keys, ids, hidden, self.shape[1])
+        return Selected(ids, candidates)
+
+    def attend(self, layer: LayerInfo, q: Tensor, kv, selected: Selected | None, plan: AttnPlan):
+        if layer.index >= self._config.num_hidden_layers:  # a draft block lists its own keys
+            return super().attend(layer, q, kv, selected, plan)
+        gathered = None if selected is None else self._gather(kv.entries.stored, selected.places)
+        none = None if selected is None else selected.places < 0
+        look = fused(attend_whole) if self.compiled else attend_whole
+        out, mass, lse = look(
+            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0], layer.window
+        )
+        if selected is not None and self.index_loss is not None:
+            self.index_loss.see(q, kv.entries.stored, mass, lse, layer.scale)
+        return out
+
+    def _gather(self, rows: Tensor, places: Tensor) -> Tensor:
+        """[t, k, d] entries of a selection, gathered once for all the layers that use it."""
+        if self._gathered is None or self._gathered[0] is not places:
+            self._gathered = (places, Take.apply(rows, places.clamp(min=0)))
+        return self._gathered[1]
+
+
+class Take(torch.autograd.Function):
+    """rows[ids] whose gradient is summed in FP32 (FP64), also for BF16 rows: an entry is picked by
+    hundreds of queries."""
+
+    @staticmethod
+    def forward(ctx, rows, ids):
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        return rows[ids]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        wide = acc_dtype(grad)
+        total = torch.zeros(ctx.shape, dtype=wide, device=grad.device)
+        total.index_add_(0, ids.flatten(), grad.flatten(0, 1).to(wide))
+        return total.to(ctx.dtype), None
+
+
+def attend_whole(
+    q: Tensor, keys: Tensor, gathered: Tensor | None, none: Tensor | None, sink: Tensor,
+    scale: float, b: int, w: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d" picked
+    entries with none "b*t k" True where there is no pick, sink "h".
+
+    -> out "b*t h d"; without gradient: mass "b*t k" of the picks, summed over heads, and the
+    log-sum-exp "b*t h" of each head's logits. A block of w queries sees its own and the previous
+    block of keys; row i of a block sees columns i+1 .. i+w of those 2 w.
+    """
+    rows, h, d = q.shape
+    t = rows // b
+    wide = acc_dtype(q)
+    block = keys.view(b, t // w, w, d)
+    before = F.pad(block[:, :-1], (0, 0, 0, 0, 1, 0))
+    near = torch.cat([before, block], 2)  # b n 2w d
+    logits = (q.view(b, t // w, w * h, d) @ near.mT).view(b, t // w, w, h, 2 * w).to(wide) * scale
+    row = torch.arange(w, device=q.device)[:, None]
+    column = torch.arange(2 * w, device=q.device)
+    seen = (column > row) & (column <= row + w)
+    first = torch.arange(t // w, device=q.device)[:, None, None] == 0
+    seen = seen & ~(first & (column < w))  # n w 2w
+    logits = logits.masked_fill(~seen[None, :, :, None], -torch.inf).view(rows, h, 2 * w)
+    if gathered is not None:
+        far = (q @ gathered.mT).to(wide) * scale
+        logits = torch.cat([logits, far.masked_fill(none[:, None], -torch.inf)], 2)
+    sinks = sink.to(wide).view(1, -1, 1).expand(rows, -1, 1)
+    logits = torch.cat([logits, sinks], 2)
+    lse = logits.logsumexp(2, keepdim=True)
+    share = torch.exp(logits - lse)
+    near_share = share[..., : 2 * w].to(q.dtype).view(b, t // w, w * h, 2 * w)
+    out = (near_share @ near).view(rows, h, d)
+    mass = share.new_zeros(rows, 0)
+    if gathered is not None:
+        far_share = share[..., 2 * w : -1]
+        out = out + far_share.to(q.dtype) @ gathered
+        mass = far_share.detach().sum(1)
+    return out, mass, lse.detach().squeeze(2)
+
+
+def weighted(dots: Tensor, weights: Tensor) -> Tensor:
+    """dots "t h n", weights "t h" -> "t n" index scores: sum over heads of weight * relu(dot)."""
+    wide = acc_dtype(dots)
+    return (torch.relu(dots.to(wide)) * weights.to(wide)[..., None]).sum(1)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """[t, k] entries of the k largest scores, in no order, -1 where fewer are visible.
+
+    Equal scores are frequent: relu gives zeros, and FP4 queries and keys have few products. The
+    model gives ties to the lowest index. Here the entry's number times a value below the scores'
+    precision does the same at zero, and in FP64 everywhere, without a stable sort of whole rows.
+    """
+    n = scores.shape[1]
+    later = torch.arange(n, device=scores.device, dtype=scores.dtype)
+    small = 1e-30
+    if scores.dtype == torch.float64:
+        small = torch.where(scores.isfinite(), scores.abs(), 0) * 1e-14 + 1e-30
+    values, ids = torch.topk(scores - later * small, k, sorted=False)
+    return ids.masked_fill(values == -torch.inf, -1)
+
+
+def blocks(scores: Tensor, visible: Tensor, size: int, k: int) -> Tensor:
+    """[t, k] candidate blocks of `size` entries by their best score, the newest always kept."""
+    n = scores.shape[1]
+    count = -(-n // size)
+    padded = F.pad(scores, (0, count * size - n), value=-torch.inf)
+    top = padded.unflatten(1, (count, size)).amax(2)
+    newest = torch.arange(count, device=scores.device) == ((visible - 1) // size)[:, None]
+    return best(torch.where(newest, torch.inf, top), min(k, count))
+
+
+# ----------------------------------------------------------------------------- the indexer's loss
+
+
+@dataclass
+class IndexLoss:
+    """KL from the attention of the layers that use an indexer's picks to the softmax of its scores.
+
+    The hard top-k passes the indexer no gradient, so it learns from what attention makes of its
+    picks: on every `every`-th query (from `phase` on), over the picked entries and `random` other
+    visible ones, target = attention mass of all heads and layers, normalised over that set (as
+    published for DeepSeek Sparse Attention). Inputs of the indexer are detached in the model.
+    """
+
+    every: int
+    random: int
+    phase: int = 0
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(
+        self, layer: LayerInfo, index: IndexQuery, keys: Tensor, ids: Tensor, hidden: Tensor, t: int
+    ) -> None:
+        """A new index source: fix the set of entries of each sampled row and score it, with
+        gradient. keys "b n d", ids "b*t k" the picks, hidden "b*t n" what may not be picked."""
+        at = torch.arange(self.phase, len(ids), self.every, device=ids.device)
+        owner = at // t
+        picked, hidden = ids[at], hidden[at]
+        n = hidden.shape[1]
+        other = torch.randint(n, (len(at), self.random), device=ids.device)
+        twice = (other[:, :, None] == picked[:, None]).any(2)
+        twice = twice | (other[:, :, None] == other[:, None]).tril(-1).any(2)
+        other = other.masked_fill(hidden.gather(1, other) | twice, -1)
+        entries = torch.cat([picked, other], 1)
+        chosen = keys.flatten(0, 1)[owner[:, None] * n + entries.clamp(min=0)]
+        query, weights = index.query[at], index.weights[at]
+        scores = weighted(query @ chosen.mT, weights).masked_fill(entries < 0, -torch.inf)
+        # own rows: entry j of a sequence lies where its last token does
+        last = other.clamp(min=0) * layer.ratio + layer.ratio - 1
+        place = owner[:, None] * t + last
+        self.sources.append(
+            dict(name=layer.name, at=at, place=place, scores=scores, none=entries < 0, mass=0)
+        )
+
+    @torch.no_grad()
+    def see(self, q: Tensor, entries: Tensor, mass: Tensor, lse: Tensor, scale: float) -> None:
+        """Add one layer's attention mass: q "b*t h d", entries: rows that entries are stored in."""
+        s = self.sources[-1]
+        far = (q[s["at"]] @ entries[s["place"]].mT).to(lse.dtype) * scale
+        share = torch.exp(far - lse[s["at"]][..., None]).sum(1)
+        s["mass"] = s["mass"] + torch.cat([mass[s["at"]], share], 1)
+
+    def terms(self) -> dict[str, Tensor]:
+        """{layer: mean KL in nats} over the queries that see an entry."""
+        out = {}
+        for s in self.sources:
+            none = s["none"]
+            mass = s["mass"].masked_fill(none, 0)
+            seen = ~none.all(1)
+            target = mass / mass.sum(1, keepdim=True).clamp(min=1e-20)
+            scores = torch.where(seen[:, None], s["scores"], 0).log_softmax(1)
+            scores = scores.masked_fill(none, 0)
+            kl = (torch.xlogy(target, target) - target * scores).sum(1)
+            out[s["name"]] = torch.where(seen, kl, 0).sum() / seen.sum().clamp(min=1)
+        return out
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+
+class DenseExperts(Local):
+    """Every expert on every row; what a row did not choose is masked by a routing weight of 0."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        self.compiled = compiled
+
+    def forward(self, layer: ExpertLayer, x: Tensor, routing: Routing) -> Tensor:
+        e, i, d = layer.w1.shape
+        weights = torch.zeros(x.shape[0], e, dtype=routing.weights.dtype, device=x.device)
+        there = routing.ids >= 0
+        weights = weights.scatter_add(1, routing.ids.clamp(min=0), routing.weights * there)
+        gate, up = F.linear(x, layer.w1.flatten(0, 1)), F.linear(x, layer.w3.flatten(0, 1))
+        act = fused(masked_swiglu) if self.compiled else masked_swiglu
+        hidden = act(gate, up, weights, layer.limit)
+        return F.linear(hidden, layer.w2.permute(1, 0, 2).reshape(d, e * i))
+
+
+def masked_swiglu(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """gate and up "t e*i", weights "t e" (0 for experts not chosen) -> "t e*i" in gate's dtype."""
+    t, e = weights.shape
+    hidden = swiglu(gate.to(weights.dtype), up.to(weights.dtype), limit).view(t, e, -1)
+    return (hidden * weights[..., None]).view(t, -1).to(gate.dtype)
