@@ -1,0 +1,181 @@
+"""Reading the shipped texts, and cutting them into passages.
+
+A set is stored as one xz file of UTF-8 text and its file list in manifest.json. Both are checked
+against their SHA-256 when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from typing import Any
+
+__all__ = ["Text", "dev", "heldout", "prose", "xz_bits_per_byte"]
+
+
+class Text(str):
+    """A string from a shipped file.
+
+    module: its module or, in prose, its topic: the unit of an interval, since texts of one module
+    resemble one another. path: the file, below the standard library. offset: where the string
+    starts in the file, in characters. sha256: of the whole file. licence: its name and file.
+    """
+
+    module: str
+    path: str
+    offset: int
+    sha256: str
+    licence: str
+    __slots__ = ("licence", "module", "offset", "path", "sha256")
+
+    def __new__(
+        cls, text: str, *, module: str, path: str, sha256: str, licence: str, offset: int = 0
+    ) -> Text:
+        self = super().__new__(cls, text)
+        about = {"module": module, "path": path, "sha256": sha256, "licence": licence}
+        for name, value in {**about, "offset": offset}.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Text is immutable, as every string: cannot set {name!r}")
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
+        return (str(self),), {name: getattr(self, name) for name in Text.__slots__}
+
+    def __getstate__(self) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __repr__(self) -> str:
+        place = f" from {self.offset:,}" if self.offset else ""
+        first = next((line for line in self.splitlines() if line.strip()), "")
+        first = first if len(first) <= 40 else first[:39] + "…"
+        return f"<Text {self.path}{place}: {len(self):,} characters, {str(first)!r}>"
+
+
+def heldout(characters: int | None = 1500, count: int | None = None) -> list[Text]:
+    """Texts of the standard library modules that nano was never trained on.
+
+    characters=None: every file whole. Otherwise passages: whole lines, at least that many
+    characters. count=None: one for each module, the beginning of its largest file (all of it, if it
+    is shorter). Else `count` passages that do not overlap and are all long enough: first one of
+    each module that has one, then a second of each that has two, and so on.
+
+    ValueError when the set has fewer such passages.
+    """
+    return _texts("heldout", characters, count)
+
+
+def dev(characters: int | None = 1500, count: int | None = None) -> list[Text]:
+    """Texts of the modules that nano was not trained on, but that its recipe was chosen by.
+
+    Arguments as of `heldout`.
+    """
+    return _texts("dev", characters, count)
+
+
+def prose(characters: int | None = 1500, count: int | None = None) -> list[Text]:
+    """English about Python, a domain that nano was never trained on: help topics and the licence.
+
+    Arguments as of `heldout`; a topic counts as a module.
+    """
+    return _texts("prose", characters, count)
+
+
+def xz_bits_per_byte(texts: Iterable[str]) -> float:
+    """What `xz -9` needs for these texts, one after another: its bits for a byte of UTF-8 text."""
+    data = "".join(texts).encode("utf-8")
+    if not data:
+        raise ValueError("no text: there is no byte to divide the bits by")
+    return len(lzma.compress(data, preset=9)) * 8 / len(data)
+
+
+def _texts(name: str, characters: int | None, count: int | None) -> list[Text]:
+    files = _files(name)
+    if characters is None:
+        if count is not None:
+            raise ValueError("count is of passages, and characters=None asks for whole files")
+        return files
+    for value, least in ((characters, 1), (1 if count is None else count, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"characters and count are whole numbers, at least 1 and 0; found "
+                f"characters={characters!r}, count={count!r}"
+            )
+    modules: dict[str, list[Text]] = {}
+    for file in files:
+        modules.setdefault(file.module, []).append(file)
+    if count is None:
+        largest = [max(of_module, key=len) for of_module in modules.values()]
+        return [next(_passages(file, characters)) for file in largest]
+    found = list(_in_rounds(modules.values(), characters))
+    if len(found) < count:
+        raise ValueError(
+            f"di.data.{name}(characters={characters}, count={count}): it has {len(found)} passages "
+            f"of {characters} characters that do not overlap; ask for fewer or shorter ones"
+        )
+    return found[:count]
+
+
+def _in_rounds(modules: Iterable[list[Text]], characters: int) -> Iterator[Text]:
+    """The first long passage of each module, then the second of each, ...; largest files first."""
+    queues = []
+    for files in modules:
+        cut = [p for file in sorted(files, key=len, reverse=True) for p in _passages(file, characters)]
+        queues.append([passage for passage in cut if len(passage) >= characters])
+    for turn in range(max(map(len, queues))):
+        yield from (queue[turn] for queue in queues if turn < len(queue))
+
+
+def _passages(file: Text, characters: int) -> Iterator[Text]:
+    """The file in passages of whole lines; only the last may have fewer characters."""
+    start = 0
+    while start < len(file):
+        line_end = file.find("\n", start + characters - 1)
+        end = len(file) if line_end < 0 else line_end + 1
+        yield _part(file, start, end)
+        start = end
+
+
+def _part(file: Text, start: int, end: int) -> Text:
+    about = {name: getattr(file, name) for name in ("module", "path", "sha256", "licence")}
+    return Text(file[start:end], offset=start, **about)
+
+
+def _files(name: str) -> list[Text]:
+    """The whole files of a set, checked."""
+    folder = resources.files("deepinfer.data")
+    manifest = json.loads(folder.joinpath("manifest.json").read_text(encoding="utf-8"))
+    described = manifest["sets"][name]
+    try:
+        data = lzma.decompress(folder.joinpath(f"{name}.txt.xz").read_bytes())
+    except lzma.LZMAError as error:
+        raise _damaged(f"{name}.txt.xz: {error}") from error
+    _check(f"{name}.txt.xz", data, described)
+    texts, start = [], 0
+    for file in described["files"]:
+        part = data[start : start + file["bytes"]]
+        start += file["bytes"]
+        _check(f"{name}.txt.xz, {file['path']}", part, file)
+        about = {key: file[key] for key in ("module", "path", "sha256")}
+        texts.append(Text(part.decode("utf-8"), licence=manifest["licence"], **about))
+    return texts
+
+
+def _check(what: str, data: bytes, described: dict[str, Any]) -> None:
+    found = hashlib.sha256(data).hexdigest()
+    if found != described["sha256"]:
+        raise _damaged(f"{what}: its SHA-256 is {found}, manifest.json says {described['sha256']}")
+
+
+def _damaged(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"deepinfer/data/{what}; the shipped text is damaged and every figure on it would be wrong: "
+        "install the package again"
+    )

@@ -1,0 +1,87 @@
+"""Writes the texts that the package ships, in the form that `deepinfer.data` reads.
+
+    manifest.json         source, licence; for each set its digest and its files
+    SET.txt.xz            the set's files one after another, as `xz -9` packs them
+    LICENSE-PYTHON.txt    the licence of all of them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from experiments.nano.split import Source
+
+__all__ = ["FOLDER", "manifest", "write"]
+
+FOLDER = Path(str(resources.files("deepinfer.data")))
+LICENCE = "LICENSE-PYTHON.txt"
+
+
+def manifest(sets: Mapping[str, Sequence[Source]], version: str) -> dict[str, Any]:
+    """The content of manifest.json for the sets of one Python version ("3.11.7")."""
+    return {
+        "source": f"CPython {version}",
+        "licence": f"PSF-2.0 ({LICENCE})",
+        "sets": {name: _set(files) for name, files in sets.items()},
+    }
+
+
+def write(
+    sets: Mapping[str, Sequence[Source]],
+    version: str,
+    licence: str,
+    folder: Path = FOLDER,
+    replace: bool = False,
+) -> None:
+    """Write the files. Texts that are there and equal are left alone.
+
+    FileExistsError when others are there and `replace` is not set.
+    """
+    new = manifest(sets, version)
+    place = folder / "manifest.json"
+    if place.exists():
+        old = json.loads(place.read_text(encoding="utf-8"))
+        if old == new:
+            return
+        if not replace:
+            raise FileExistsError(
+                f"{folder}: holds the texts of {old['source']}, and this Python ({new['source']}) "
+                "or this rule gives others: published figures would no longer hold; use the "
+                "first, or --replace to write the second"
+            )
+    for name, files in sets.items():
+        packed = lzma.compress(_joined(files), preset=9)
+        (folder / f"{name}.txt.xz").write_bytes(packed)
+    (folder / LICENCE).write_text(licence, encoding="utf-8", newline="\n")
+    text = json.dumps(new, indent=1, ensure_ascii=False) + "\n"
+    place.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _set(files: Sequence[Source]) -> dict[str, Any]:
+    return {
+        "sha256": _sha256(_joined(files)),
+        "bytes": sum(file.size for file in files),
+        "files": [
+            {
+                "path": file.path,
+                "module": file.module if "#" not in file.path else file.path.split("#")[1],
+                "bytes": file.size,
+                "sha256": _sha256(file.text.encode()),
+            }
+            for file in files
+        ],
+    }
+
+
+def _joined(files: Sequence[Source]) -> bytes:
+    return "".join(file.text for file in files).encode()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
