@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
-from deepinfer.model.stack import Model
+from deepinfer.model.stack import Layer, Model
 from deepinfer.slots.protocols import RowSet
 
 from . import fast, weights
@@ -26,9 +27,12 @@ class Training:
     """A tap: dropout on what the sub-layers give, and a count of what each expert got."""
 
     dropout: float
+    of: str = "layers."  # the layers it trains; "mtp." are the drafter's
     load: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, name: str, x: Tensor, rows: RowSet) -> Tensor:
+        if not name.startswith(self.of):
+            return x
         if name.endswith((".attn.out", ".ffn.out")) and self.dropout:
             return F.dropout(x, self.dropout)
         if name.endswith(".ffn.experts"):
@@ -46,9 +50,9 @@ def expert_load(ids: Tensor, experts: int) -> Tensor:
 class Balance:
     """Selection biases move by a fixed step towards equal load (no auxiliary loss)."""
 
-    def __init__(self, model: Model, rates: tuple[tuple[float, float], ...]) -> None:
+    def __init__(self, layers: Iterable[Layer], rates: tuple[tuple[float, float], ...]) -> None:
         self.rates = rates
-        self.gates = {layer.name + ".ffn": layer.ffn.gate for layer in model.layers}
+        self.gates = {layer.name + ".ffn": layer.ffn.gate for layer in layers}
         self.total = {n: torch.zeros_like(g.bias) for n, g in self.gates.items()}
 
     @torch.no_grad()
@@ -93,7 +97,7 @@ def train(
     )
     streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]
     shares = [r.library_share, 1 - r.library_share]
-    balance = Balance(model, r.bias_rates)
+    balance = Balance(model.layers, r.bias_rates)
     stored = weights.rounding(config)
     phases = np.random.default_rng(seed)
     began = last = time.perf_counter()

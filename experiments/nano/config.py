@@ -65,7 +65,7 @@ _TEXT: dict[str, Any] = {
     "hc_eps": 1e-6,
     "engram_layer_ids": [1, 4],
     "engram_max_ngram_size": 4,
-    "engram_vocab_size": 2000,
+    "engram_vocab_size": 1700,  # as many as 24 MB leave room for
     "engram_n_heads": 4,
     "engram_head_dim": 32,
     "engram_pad_token_id": 2,
@@ -205,6 +205,8 @@ class Drafter:
     last: float = 0.02
     dropout: float = 0.05
     clip: float = 1.0
+    bias_rates: tuple[tuple[float, float], ...] = ((0.9, 1e-3), (1.0, 0.0))
+    rounded_from: float = 0.6  # share of the steps after which its weights are rounded as stored
     generated_share: float = 0.5  # of the steps that run on text the target wrote
     generated: int = 4096  # sequences it writes, half greedy, half at temperature 1
     prompt: int = 256

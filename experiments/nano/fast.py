@@ -13,7 +13,7 @@ Both are held equal to `CSA2` and `Local` by tests.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Callable
 
@@ -51,6 +51,11 @@ def batch_of(ids: Tensor, config: ModelConfig) -> Batch:
         logit_rows=torch.arange(b * t, device=device), row_set=rows, reach=t, max_rows=t,
         has_history=False,
     )
+
+
+def without_logits(batch: Batch) -> Batch:
+    """The same batch when no row's logits are wanted from the forward itself."""
+    return replace(batch, logit_rows=batch.logit_rows[:0])
 
 
 def context(

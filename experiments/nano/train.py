@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from deepinfer.checkpoint.reader import Checkpoint
 
-from . import backbone, paths, weights
+from . import agreement, backbone, weights
 from .batches import corpus, pieces
 from .config import Backbone, Drafter, nano_config
 from .log import Log
@@ -88,7 +88,7 @@ def run_paths(args) -> None:
         str(dtype).removeprefix("torch."): weights.model_of(checkpoint, dtype, args.device)
         for dtype in (torch.float32, torch.bfloat16)
     }
-    rows = paths.agreement(models, ids, args.compiled)
+    rows = agreement.agreement(models, ids, args.compiled)
     for row in rows:
         print("  ".join(f"{k} {v:.5f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if args.out:

@@ -106,6 +106,17 @@ def official(config: ModelConfig, held: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: x.detach().float().cpu() for name, x in out.items()}
 
 
+def stacked(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state of official names as the model holds it, experts stacked; the inverse of `official`."""
+    out: dict[str, Any] = {}
+    for w in names.weights(config):
+        if match := _EXPERT.fullmatch(w.name):
+            out.setdefault(match[1] + match[3], []).append(state[w.name])
+        else:
+            out[w.name] = state[w.name]
+    return {name: torch.stack(x) if isinstance(x, list) else x for name, x in out.items()}
+
+
 def storages(config: ModelConfig) -> dict[str, str]:
     """{the model's weight name: how the checkpoint stores it}."""
     return {_EXPERT.sub(r"\1\3", w.name): w.storage for w in names.weights(config)}
@@ -120,9 +131,14 @@ def rounding(config: ModelConfig):
 def write_both(
     folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Any
 ) -> None:
-    """folder/stored: FP8 and FP4; folder/unquantised: BF16. Either is an official checkpoint."""
+    """folder/unquantised: BF16; folder/stored: the same values in FP8 and FP4, which follow from the
+    former alone. Either is an official checkpoint."""
+    kept = {
+        w.name: state[w.name] if w.storage == "f32" else round_storage(state[w.name], "bf16")
+        for w in names.weights(config)
+    }
     for name, quantised in (("stored", True), ("unquantised", False)):
         write(
-            Path(folder) / name, config, state, tokenizer=tokenizer, quantised=quantised,
+            Path(folder) / name, config, kept, tokenizer=tokenizer, quantised=quantised,
             overwrite=True,
         )
