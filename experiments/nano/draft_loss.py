@@ -6,7 +6,7 @@
                chance that rejection sampling accepts a token drawn from q_k
     loss       sum_k w_k [0.1 CE_k(text) + 0.9 TV_k + 1.0 BCE(c_k, 1 - TV_k)] / sum_k w_k,
                w_k = exp(-(k-1)/4), mean over anchors; no gradient through the target of BCE
-Source of the loss: the DSpark recipe as the V4.1 technical report describes it. All of it stays on
+Source of the loss: the published training recipe of DSpark drafters (DeepSpec). All of it stays on
 the device: nothing here looks at a value.
 """
 
