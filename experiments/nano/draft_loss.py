@@ -56,7 +56,7 @@ def random_anchors(
 ) -> Anchors:
     """`each` different random anchors in every sequence of `length` tokens, so that the last slot's
     token is still text: last + 1 + n < length. Blocks may cross from one document into the next, as
-    the backbone's own predictions do. generator: of `device`. Raises ValueError where they don't fit.
+    the backbone's own predictions do. generator: of `device`. Raises ValueError where none fit.
     """
     places = length - 1 - n
     if not 0 < each <= places:
@@ -114,8 +114,8 @@ def compare(
 
     rows, ctx: of the target's forward over ids, without a cache (of no gradient, but not in
     inference mode). target: [a*n, v] its logits at `anchors.target_rows`, None = made here.
-    chunk: slots compared at a time, their laws made again in the backward pass, so that only a chunk
-    of q, p and their gradients is held; None = all at once. compiled: fuse with torch.compile.
+    chunk: slots compared at a time, their laws made again in the backward pass, so that q, p and
+    their gradients are held for a chunk only; None = all at once. compiled: fuse with torch.compile.
     """
     drafter, (seq, last) = model.drafter, (anchors.seq, anchors.last)
     context = drafter.sequence_context(rows, ctx)

@@ -1,4 +1,4 @@
-"""Draft blocks over whole sequences without a cache: the engine's own blocks, and their gradients."""
+"""Draft blocks over whole sequences without a cache: those of an engine, and their gradients."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 from model.rig import Sequence, context
 
-N, LENGTH = 5, 44  # rows of a block; rows of a sequence, past the window (16) and past the ring (22)
+N, LENGTH = 5, 44  # rows of a block; of a sequence, past the window (16) and the ring (22)
 # last accepted positions: without a full window, at its edge, where the engine's ring has wrapped
 ANCHORS = [(0, 0), (0, 3), (0, 14), (0, 15), (0, 16), (0, 37), (1, 0), (1, 21), (1, 22), (2, 37)]
 
