@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..numerics import acc_dtype
 from ..registry import Op, register
+from . import fused_gpu
 from .reference import mhc_collapse
 
 __all__ = ["OP", "mhc_collapse"]
@@ -27,3 +29,6 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(mhc_collapse)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.mhc_collapse)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..numerics import acc_dtype
 from ..registry import Op, register
-from . import fused
+from . import fused, fused_gpu
 from .reference import mhc_expand
 
 __all__ = ["OP", "mhc_expand"]
@@ -35,4 +36,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(mhc_expand)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.mhc_expand)
 OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.mhc_expand)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..registry import Op, register
-from . import matrix, tiles
+from . import fused_gpu, matrix, tiles
 from .reference import mhc_mix
 
 __all__ = ["OP", "mhc_mix"]
@@ -41,5 +42,8 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(mhc_mix)
+OP.implement(
+    "triton", batch_invariant=False, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.mhc_mix)
 OP.implement("matrix", batch_invariant=False, supports=matrix.supports)(matrix.mhc_mix)
 OP.implement("tiles", batch_invariant=True, late=True)(tiles.mhc_mix)

@@ -19,10 +19,19 @@ def numbers():
 
 
 def each(op):
-    """Parametrise a test with every implementation of an op, as a function."""
+    """Parametrise a test with every implementation of an op, as a function that skips the test
+    when the implementation refuses the call."""
     found = implementations(lambda i: i.op == op)
-    run = [pytest.param(kernels.get(op).implementations[name].fn, id=name) for _, name in found]
-    return pytest.mark.parametrize("run", run)
+
+    def run(implementation):
+        def call(*args, **kwargs):
+            why = implementation.why_refused(*args, **kwargs)
+            return implementation.fn(*args, **kwargs) if why is None else pytest.skip(why)
+
+        return call
+
+    known = kernels.get(op).implementations
+    return pytest.mark.parametrize("run", [pytest.param(run(known[n]), id=n) for _, n in found])
 
 
 def near(got, want, tolerance=2e-6):
