@@ -115,7 +115,7 @@ def compare(
     rows, ctx: of the target's forward over ids, without a cache (of no gradient, but not in
     inference mode). target: [a*n, v] its logits at `anchors.target_rows`, None = made here.
     chunk: slots compared at a time, their laws made again in the backward pass, so that q, p and
-    their gradients are held for a chunk only; None = all at once. compiled: fuse with torch.compile.
+    their gradients are held per chunk; None = all at once. compiled: fused by torch.compile.
     """
     drafter, (seq, last) = model.drafter, (anchors.seq, anchors.last)
     context = drafter.sequence_context(rows, ctx)
