@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -51,11 +52,6 @@ def unless_dtypes(allowed: tuple[torch.dtype, ...], **tensors: torch.Tensor) -> 
     return None
 
 
-def device_of(x: torch.Tensor):
-    """A context in which launches go to x's device (in Triton's interpreter: nothing to do)."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 def tile(d: int) -> dict[str, int]:
     """ROWS and BLOCK of a kernel over rows of d channels; both are powers of two."""
     block = min(power_of_two(d), TILE)
@@ -67,6 +63,15 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def programs(t: int, rows: int) -> tuple[int]:
-    """The grid of a kernel that takes `rows` of t rows per program."""
-    return (-(-t // rows),)
+def programs(t: int, rows: int) -> int:
+    """How many programs of `rows` rows take t rows."""
+    return -(-t // rows)
+
+
+def launch(kernel: Any, t: int, *arguments, ROWS: int, **constants) -> None:
+    """Run a Triton kernel over t rows, on the device of its first argument (in Triton's
+    interpreter: here). The kernel gets the arguments, t and the constants by name."""
+    x = arguments[0]
+    if t:
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+            kernel[(programs(t, ROWS),)](*arguments, t=t, ROWS=ROWS, **constants)

@@ -30,10 +30,7 @@ class _Collapse(torch.autograd.Function):
         ctx.save_for_backward(streams, pre)
         t, m, d = streams.shape
         out = streams.new_empty(t, d)
-        tile = gpu.tile(d)
-        with gpu.device_of(streams):
-            grid = gpu.programs(t, tile["ROWS"])
-            triton_kernels.forward[grid](streams, pre, out, t, M=m, D=d, **tile)
+        gpu.launch(triton_kernels.forward, t, streams, pre, out, M=m, D=d, **gpu.tile(d))
         return out
 
     @staticmethod
@@ -44,10 +41,6 @@ class _Collapse(torch.autograd.Function):
         streams, pre = ctx.saved_tensors
         t, m, d = streams.shape
         d_streams, d_pre = torch.empty_like(streams), torch.empty_like(pre)
-        tile = gpu.tile(d)
-        with gpu.device_of(streams):
-            grid = gpu.programs(t, tile["ROWS"])
-            triton_kernels.backward[grid](
-                grad.contiguous(), streams, pre, d_streams, d_pre, t, M=m, D=d, **tile
-            )
+        tensors = (grad.contiguous(), streams, pre, d_streams, d_pre)
+        gpu.launch(triton_kernels.backward, t, *tensors, M=m, D=d, **gpu.tile(d))
         return d_streams, d_pre

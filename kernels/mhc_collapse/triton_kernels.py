@@ -1,7 +1,7 @@
 """Triton kernels of the collapse: streams and weights are read once, the result is written once."""
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["t"])

@@ -33,7 +33,8 @@ class _Expand(torch.autograd.Function):
         inputs = [x.contiguous() for x in (streams, y, post, comb)]
         ctx.save_for_backward(*inputs)
         out = torch.empty_like(inputs[0])
-        _launch(triton_kernels.forward, *inputs, out)
+        t, _, d = out.shape
+        gpu.launch(triton_kernels.forward, t, *inputs, out, D=d, **gpu.tile(d))
         return out
 
     @staticmethod
@@ -43,13 +44,7 @@ class _Expand(torch.autograd.Function):
 
         inputs = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in inputs]
-        _launch(triton_kernels.backward, grad.contiguous(), *inputs, *grads)
+        t, _, d = grad.shape
+        tensors = (grad.contiguous(), *inputs, *grads)
+        gpu.launch(triton_kernels.backward, t, *tensors, D=d, **gpu.tile(d))
         return tuple(grads)
-
-
-def _launch(kernel, first: torch.Tensor, *others: torch.Tensor) -> None:
-    """Over the rows and channels of `first` "t 4 d"."""
-    t, _, d = first.shape
-    tile = gpu.tile(d)
-    with gpu.device_of(first):
-        kernel[gpu.programs(t, tile["ROWS"])](first, *others, t, D=d, **tile)

@@ -4,8 +4,8 @@ written once. The four streams of a tile and their weights stay in registers.
 A name that ends in s (streams, columns) is a tuple of four: tiles "rows d" or weights "rows".
 """
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit

@@ -42,13 +42,13 @@ class _Mix(torch.autograd.Function):
         pre, post = fn.new_empty(t, m), fn.new_empty(t, m)
         comb = fn.new_empty(t, m, m)
         divisors = fn.new_empty(2 * iters - 1 if keep else 0, t, m)
-        with gpu.device_of(streams), torch.autocast(streams.device.type, enabled=False):
-            v, mean = _widened(streams)
+        v, mean = _widened(streams)
+        with torch.autocast(streams.device.type, enabled=False):
             projected = torch.mm(v, fn.T)
-            triton_kernels.forward[gpu.programs(t, ROWS)](
-                projected, mean, base, scale, pre, post, comb, divisors, t, norm_eps, hc_eps,
-                M=m, ITERS=iters, KEEP=keep, ROWS=ROWS,
-            )  # fmt: skip
+        gpu.launch(
+            triton_kernels.forward, t, projected, mean, base, scale, pre, post, comb, divisors,
+            norm_eps=norm_eps, hc_eps=hc_eps, M=m, ITERS=iters, KEEP=keep, ROWS=ROWS,
+        )  # fmt: skip
         if keep:
             ctx.save_for_backward(streams, fn, base, scale, projected, mean, comb, divisors)
             ctx.iters, ctx.norm_eps = iters, norm_eps
@@ -58,12 +58,12 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_pre, d_post, d_comb):
         streams, fn, base, scale, projected, mean, comb, divisors = ctx.saved_tensors
-        with gpu.device_of(streams), torch.autocast(streams.device.type, enabled=False):
-            grads = (d_pre.contiguous(), d_post.contiguous(), d_comb.contiguous())
-            at = (projected, mean, base, scale, comb, divisors)
-            d_projected, factor, partial = _small_gradients(grads, at, ctx, streams.shape)
-            shared = partial.sum(0)  # n of base, 3 of scale
-            d_fn = d_streams = None
+        grads = (d_pre.contiguous(), d_post.contiguous(), d_comb.contiguous())
+        at = (projected, mean, base, scale, comb, divisors)
+        d_projected, factor, partial = _small_gradients(grads, at, ctx, streams.shape)
+        shared = partial.sum(0)  # n of base, 3 of scale
+        d_fn = d_streams = None
+        with torch.autocast(streams.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 d_streams = _add_scaled(torch.mm(d_projected, fn), factor, streams)
             if ctx.needs_input_grad[1]:
@@ -76,14 +76,13 @@ def _small_gradients(grads, at, ctx, shape):
     from . import triton_kernels
 
     t, m, d = shape
-    grid = gpu.programs(t, ROWS)
     n = m * (2 + m)
     projected = at[0]
     d_projected, factor = torch.empty_like(projected), projected.new_empty(t)
-    partial = projected.new_empty(*grid, n + 3)
-    triton_kernels.backward[grid](
-        *grads, *at, d_projected, factor, partial, t, ctx.norm_eps,
-        M=m, D=d, ITERS=ctx.iters, ROWS=ROWS,
+    partial = projected.new_empty(gpu.programs(t, ROWS), n + 3)
+    gpu.launch(
+        triton_kernels.backward, t, *grads, *at, d_projected, factor, partial,
+        norm_eps=ctx.norm_eps, M=m, D=d, ITERS=ctx.iters, ROWS=ROWS,
     )  # fmt: skip
     return d_projected, factor, partial
 
@@ -97,10 +96,7 @@ def _widened(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     widen = v.dtype != torch.float32
     wide = torch.empty_like(v, dtype=torch.float32) if widen else v
     mean = torch.empty(t, dtype=torch.float32, device=v.device)
-    tile = gpu.tile(k)
-    triton_kernels.mean_square[gpu.programs(t, tile["ROWS"])](
-        v, wide, mean, t, K=k, WIDEN=widen, **tile
-    )
+    gpu.launch(triton_kernels.mean_square, t, v, wide, mean, K=k, WIDEN=widen, **gpu.tile(k))
     return wide, mean
 
 
@@ -110,8 +106,5 @@ def _add_scaled(x: torch.Tensor, factor: torch.Tensor, streams: torch.Tensor) ->
 
     t, k = x.shape
     out = x if streams.dtype == x.dtype else torch.empty_like(streams)
-    tile = gpu.tile(k)
-    triton_kernels.add_scaled[gpu.programs(t, tile["ROWS"])](
-        x, factor, streams, out, t, K=k, **tile
-    )
+    gpu.launch(triton_kernels.add_scaled, t, x, factor, streams, out, K=k, **gpu.tile(k))
     return out.view_as(streams)

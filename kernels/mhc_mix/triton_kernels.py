@@ -5,8 +5,8 @@ dx = (dy - sum(dy y)) / (s + eps), and x = y (s + eps). So the forward kernel ke
 its steps, m numbers a row and step, and the backward kernel walks back from the result.
 """
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["t"])
