@@ -35,6 +35,7 @@ setup(
     package_data={
         "*": ["*.txt", "*.json", "*.safetensors", "*.md"],
         "deepinfer": ["py.typed", "__init__.pyi", "**/*.txt", "**/*.json", "**/*.safetensors"],
+        "deepinfer.data": ["*.txt.xz"],
         "deepinfer.tutorials": ["*.ipynb"],
     },
     # in a wheel the folder itself stands in the place of this stub

@@ -25,6 +25,7 @@ _WHERE = {
     "attention": "deepinfer.slots.attention",
     "check": "deepinfer.slots.conformance:check",
     "compare": "deepinfer.measure.compare:compare",
+    "data": "deepinfer.data",
     "experts": "deepinfer.slots.experts",
     "fmt": "deepinfer.display.notebook:fmt",
     "grammar": "deepinfer.slots.grammar",

@@ -1,5 +1,6 @@
 """The public names, for editors and type checkers. The run-time list is `_WHERE` in __init__.py."""
 
+from deepinfer import data as data
 from deepinfer import kernels as kernels
 from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig

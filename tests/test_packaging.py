@@ -115,7 +115,7 @@ def test_wheel_holds_everything_and_works(tmp_path):
     copy = tmp_path / "tree"  # others may be at work in the checkout itself
     for tree, inside in (("deepinfer", "deepinfer"), ("kernels", "deepinfer/kernels")):
         for path in (copy / tree).rglob("*"):
-            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".json", ".safetensors"):
+            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".xz", ".json", ".safetensors"):
                 place = f"{inside}/{path.relative_to(copy / tree).as_posix()}"
                 assert (place in names) == (place != "deepinfer/kernels.pyi"), place
     shipped = {name.rsplit("/", 1)[1] for name in names if name.startswith("deepinfer/tutorials/")}

@@ -47,16 +47,13 @@ class Text(str):
         return (str(self),), {name: getattr(self, name) for name in Text.__slots__}
 
     def __getstate__(self) -> None:
-        return None
-
-    def __str__(self) -> str:
-        return str.__str__(self)
+        return None  # copies and pickles are made by __new__ alone
 
     def __repr__(self) -> str:
         place = f" from {self.offset:,}" if self.offset else ""
         first = next((line for line in self.splitlines() if line.strip()), "")
-        first = first if len(first) <= 40 else first[:39] + "…"
-        return f"<Text {self.path}{place}: {len(self):,} characters, {str(first)!r}>"
+        shown = str(first) if len(first) <= 40 else first[:39] + "…"
+        return f"<Text {self.path}{place}: {len(self):,} characters, {shown!r}>"
 
 
 def heldout(characters: int | None = 1500, count: int | None = None) -> list[Text]:

@@ -41,8 +41,8 @@ def make(work: Path = WORK, replace: bool = False) -> list[str]:
     that are published for them would no longer hold.
     """
     folder = standard_library()
-    parts = split(sources(folder))
-    second = prose(folder)
+    files = sources(folder)
+    parts, second = split(files), prose(folder, files)
     shipped = {"heldout": parts.heldout, "dev": parts.dev, "prose": second}
     licence = (folder / "LICENSE.txt").read_text(encoding="utf-8")
     ship.write(shipped, platform.python_version(), licence, replace=replace)
@@ -92,15 +92,13 @@ def _found(parts: Split) -> Iterable[str]:
 
 
 def _table(parts: dict[str, tuple[Sequence[Source], int]]) -> Iterable[str]:
-    yield f"{'part':8} {'files':>6} {'modules':>7} {'bytes':>11} {'tokens':>10} {'B/token':>8} " + (
-        f"{'xz bits/B':>9}"
-    )
+    yield "part      files modules       bytes     tokens  B/token xz bits/B"
     for name, (files, tokens) in parts.items():
         size = sum(file.size for file in files)
         xz = ""
         if name not in ("library", "tests"):
             xz = f"{xz_bits_per_byte([file.text for file in files]):9.4f}"
-        modules = len({file.module for file in files})
+        modules = len({ship.unit_of(file) for file in files})
         per_token = size / (tokens - 2 * len(files))
         line = f"{name:8} {len(files):6} {modules:7} {size:11,} {tokens:10,} {per_token:8.4f} {xz}"
         yield line.rstrip()
@@ -119,7 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m experiments.nano.data", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--replace", action="store_true", help="overwrite other shipped texts")
-    print("\n".join(make(replace=parser.parse_args(arguments).replace)))
+    replace = parser.parse_args(arguments).replace
+    try:
+        print("\n".join(make(replace=replace)))
+    except (RuntimeError, FileExistsError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

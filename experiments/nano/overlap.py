@@ -41,14 +41,12 @@ def shared_text(files: Iterable[tuple[str, str, str]]) -> list[Shared]:
     files: (path, module, text). Quadratic only in the files that have a run in common.
     """
     paths, modules, texts = zip(*files)
-    numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(modules))}
     module = np.array([numbers[name] for name in modules])
-    runs, owner = _uncommon(_runs(texts), module)
-    sizes = np.bincount(owner, minlength=len(paths))
+    runs, owner, sizes = _of_several(_runs(texts), module)
     pairs: Counter[tuple[int, int]] = Counter()
     for group in np.split(owner, np.flatnonzero(np.diff(runs)) + 1):
-        if group.size > 1 and np.ptp(module[group]):
-            pairs.update((a, b) for a, b in combinations(group.tolist(), 2) if module[a] != module[b])
+        pairs.update((a, b) for a, b in combinations(group.tolist(), 2) if module[a] != module[b])
     found = [
         Shared(paths[a], paths[b], count, count / int(min(sizes[a], sizes[b])))
         for (a, b), count in pairs.items()
@@ -71,15 +69,17 @@ def _runs(texts: Iterable[str]) -> list[np.ndarray]:
     return found
 
 
-def _uncommon(runs: list[np.ndarray], module: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(runs, files) sorted by run, then file, without the runs that more than COMMON modules have."""
+def _of_several(runs: list[np.ndarray], module: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(run, file) of every run that 2 to COMMON modules have, sorted; and by file, how many runs
+    it has that no more than COMMON modules have."""
     owner = np.repeat(np.arange(len(runs)), [found.size for found in runs])
     flat = np.concatenate(runs)
-    order = np.lexsort((module[owner], flat))
+    order = np.lexsort((owner, module[owner], flat))
     flat, owner = flat[order], owner[order]
-    start = np.r_[True, flat[1:] != flat[:-1]]
-    group = start.cumsum() - 1
-    fresh = start | np.r_[True, np.diff(module[owner]) != 0]
-    modules = np.bincount(group, weights=fresh)
-    rare = modules[group] <= COMMON
-    return flat[rare], owner[rare]
+    first = np.r_[True, flat[1:] != flat[:-1]]  # of a run
+    other = first | np.r_[True, np.diff(module[owner]) != 0]  # one more module that has it
+    group = first.cumsum() - 1
+    count = np.bincount(group, weights=other)[group]
+    sizes = np.bincount(owner[count <= COMMON], minlength=len(runs))
+    several = (count > 1) & (count <= COMMON)
+    return flat[several], owner[several], sizes

@@ -17,10 +17,15 @@ from typing import Any
 
 from experiments.nano.split import Source
 
-__all__ = ["FOLDER", "manifest", "write"]
+__all__ = ["FOLDER", "manifest", "unit_of", "write"]
 
 FOLDER = Path(str(resources.files("deepinfer.data")))
 LICENCE = "LICENSE-PYTHON.txt"
+
+
+def unit_of(file: Source) -> str:
+    """The name of what an interval is drawn over: the file's module, or the help topic."""
+    return file.path.partition("#")[2] or file.module
 
 
 def manifest(sets: Mapping[str, Sequence[Source]], version: str) -> dict[str, Any]:
@@ -47,13 +52,13 @@ def write(
     place = folder / "manifest.json"
     if place.exists():
         old = json.loads(place.read_text(encoding="utf-8"))
-        if old == new:
+        if old == new and all((folder / f"{name}.txt.xz").exists() for name in sets):
             return
-        if not replace:
+        if old != new and not replace:
             raise FileExistsError(
-                f"{folder}: holds the texts of {old['source']}, and this Python ({new['source']}) "
-                "or this rule gives others: published figures would no longer hold; use the "
-                "first, or --replace to write the second"
+                f"{folder} holds texts of {old['source']}, and the rule makes others from "
+                f"{new['source']}: figures published for the first do not hold for the second; run "
+                "the command with that Python, or with --replace"
             )
     for name, files in sets.items():
         packed = lzma.compress(_joined(files), preset=9)
@@ -70,7 +75,7 @@ def _set(files: Sequence[Source]) -> dict[str, Any]:
         "files": [
             {
                 "path": file.path,
-                "module": file.module if "#" not in file.path else file.path.split("#")[1],
+                "module": unit_of(file),
                 "bytes": file.size,
                 "sha256": _sha256(file.text.encode()),
             }
