@@ -1,0 +1,185 @@
+"""Acceptance on real text at temperature 1: what the drafter's laws are worth against the target's.
+
+A draft of law q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's law at
+the same place, and the text before both is the real one. The expected length of a step is then
+
+    1 + sum_k prod_{j <= k} (1 - TV_j)
+
+All draft blocks of a text are run at once, through the model's own drafter: its context keys are
+computed for every position from one teacher-forced pass and held where it looks for its ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.engine.batch import Work, build
+from deepinfer.engine.engine import Engine
+from deepinfer.kernels.records import Layout, Records
+from deepinfer.measure.bootstrap import Estimate
+from experiments.nano.findings import Finding
+from experiments.nano.intervals import aligned, over_modules, ratio
+from experiments.nano.study import Study
+from experiments.nano.texts import Document, pieces
+
+AT_ONCE = 256  # draft blocks: their laws take AT_ONCE * drafts * vocabulary numbers
+
+
+@dataclass(frozen=True)
+class TextRing:
+    """A drafter ring that holds a whole text: position p of state 1 lies at ring + p. The drafter
+    asks a cache for no more than this."""
+
+    ring: int
+    windows: dict[int, Records]
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Of a draft blocks on a text: target, draft [a, n, v] and confidence [a, n]. Row k of block a
+    is about token starts[a] + 1 + k; the Markov head is fed with the text."""
+
+    starts: Tensor
+    target: Tensor
+    draft: Tensor
+    confidence: Tensor
+
+
+@torch.no_grad()
+def laws_on_text(eng: Engine, ids: list[int], starts: Tensor) -> Iterator[Laws]:
+    """The laws of draft blocks that continue ids[: start + 1], in groups of AT_ONCE.
+
+    eng: one whose verifier drafts. ids: bos and the text; starts: [a] positions of the last token
+    before each block, 1 <= start <= len(ids) - drafts. Raises ValueError for others.
+    """
+    n, t = eng.config.max_draft, len(ids)
+    if len(starts) and not 1 <= int(starts.min()) <= int(starts.max()) <= t - n:
+        raise ValueError(
+            f"blocks start at {int(starts.min())}..{int(starts.max())}: "
+            f"{t} tokens and {n} drafts allow 1..{t - n}"
+        )
+    with eng.trace("features") as seen:
+        logits = eng.logits(ids)
+    features = seen["features"].as_subclass(Tensor)
+    cache = _ring(eng, ids, features)
+    text = torch.tensor(ids, device=eng.model.device)
+    for at in starts.to(text.device).split(AT_ONCE):
+        rows = at[:, None] + torch.arange(n, device=text.device)
+        target = logits[rows].softmax(-1)
+        draft, confidence = _blocks(eng, cache, text, at, text[rows])
+        yield Laws(at, target, draft, confidence)
+
+
+def _ring(eng: Engine, ids: list[int], features: Tensor) -> TextRing:
+    """The drafter's window keys at every position of the text."""
+    rt, t = eng.runtime, len(ids)
+    ctx = rt.context(build([Work(ids)], eng.config, eng.model.device))
+    keys = eng.model.drafter.context_keys(features, ctx.batch.row_set, ctx)
+    windows = {}
+    for layer, key in zip(eng.model.mtp, keys):
+        fmt = ctx.attention.kv_spec(eng.config, layer.layer).window_format
+        held = torch.cat([torch.zeros_like(key), ctx.round(key, fmt)])  # state 0 is spare
+        windows[layer.layer] = Records(held, None, Layout(format="float", dim=key.shape[-1]))
+    return TextRing(t, windows)
+
+
+def _blocks(
+    eng: Engine, cache: TextRing, text: Tensor, starts: Tensor, previous: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(draft laws [a, n, v], confidence [a, n]); previous: [a, n] the token before each row's."""
+    works = [Work([int(text[s])], int(s), state=1, logits="none") for s in starts]
+    batch = build(works, eng.config, text.device, decode=True)
+    held: Any = cache
+    ctx = replace(eng.runtime.context(batch), cache=held)
+    h, base = eng.model.drafter.states(text[starts], starts, previous.shape[1], ctx)
+    last = eng.model.mtp[-1]
+    markov = last.markov_head.embed.weight[previous]
+    logits = base + last.markov_head.head(markov.flatten(0, 1), ctx, base.dtype).view_as(base)
+    both = torch.cat([h, markov], -1).flatten(0, 1)
+    score = last.confidence_head.proj(both, ctx, base.dtype)
+    return logits.softmax(-1), score.view(previous.shape).clamp(-60, 60).sigmoid()
+
+
+# ----------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of the draft blocks of one document, FP64: accept [a, n] = 1 - TV, confidence [a, n], and
+    equal [a, n] bool: the draft's likeliest token is the target's."""
+
+    module: str
+    accept: Tensor
+    confidence: Tensor
+    equal: Tensor
+
+
+def expected_length(accept: Tensor) -> Tensor:
+    """[a] expected tokens of a step, bonus included, of acceptance probabilities [a, n]."""
+    return 1 + accept.cumprod(-1).sum(-1)
+
+
+def measure(eng: Engine, bos: int, docs: Sequence[Document], size: int, apart: int) -> list[Acceptance]:
+    """Acceptance of draft blocks every `apart` tokens of the documents' pieces."""
+    out = []
+    for doc in docs:
+        for a, b in pieces(len(doc.ids), size):
+            ids = [bos, *doc.ids[a : b - 1]]
+            starts = torch.arange(1, len(ids) - eng.config.max_draft + 1, apart)
+            if not len(starts):
+                continue
+            parts = []
+            for law in laws_on_text(eng, ids, starts):
+                overlap = torch.minimum(law.target, law.draft).sum(-1)
+                equal = law.target.argmax(-1) == law.draft.argmax(-1)
+                parts.append([x.double().cpu() for x in (overlap, law.confidence)] + [equal.cpu()])
+            out.append(Acceptance(doc.module, *(torch.cat(x) for x in zip(*parts))))
+    return out
+
+
+def mean_length(found: Sequence[Acceptance]) -> Estimate:
+    """The mean expected length over all blocks, with its interval over modules."""
+    return over_modules(aligned(_sums(found, lambda x: expected_length(x.accept))), ratio)
+
+
+def _sums(found: Sequence[Acceptance], value) -> dict[str, list[float]]:
+    """module -> [sum of value over its blocks, blocks]."""
+    out: dict[str, list[float]] = {}
+    for x in found:
+        row = out.setdefault(x.module, [0.0, 0.0])
+        each = value(x)
+        row[0] += float(each.sum())
+        row[1] += len(each)
+    return out
+
+
+def findings(study: Study, found: Sequence[Acceptance]) -> Iterator[Finding]:
+    e, blocks = mean_length(found), sum(len(x.accept) for x in found)
+    rows = [dict(blocks=blocks, expected_length=e.value, low=e.low, high=e.high)]
+    says = (
+        "Expected tokens a step on real held-out text at temperature 1: 1 + sum over k of the "
+        "chance that drafts 1..k are all accepted, each with probability 1 - TV of the two laws. "
+        f"Draft blocks every {study.sizes.apart} tokens; the Markov head is fed with the text."
+    )
+    yield Finding("acceptance.length", says, study.table(rows, "expected length, temperature 1"))
+    rows = []
+    for k in range(found[0].accept.shape[1]):
+        a = over_modules(aligned(_sums(found, lambda x, k=k: x.accept[:, k])), ratio)
+        c = over_modules(aligned(_sums(found, lambda x, k=k: x.confidence[:, k])), ratio)
+        q = over_modules(aligned(_sums(found, lambda x, k=k: x.equal[:, k])), ratio)
+        rows.append(
+            dict(
+                draft=k + 1, accept=a.value, low=a.low, high=a.high, confidence=c.value,
+                same_first=q.value,
+            )
+        )  # fmt: skip
+    says = (
+        "By position in the draft: accept, the mean of 1 - TV; confidence, what the head says of it "
+        "on average; same_first, how often both laws have the same likeliest token."
+    )
+    yield Finding("acceptance.position", says, study.table(rows, "acceptance on text by position"))

@@ -1,0 +1,243 @@
+"""Quality: bits per byte on held-out files and prose, against xz, stored against unquantised, by
+position, and what more context is worth.
+
+Every token of a file is scored exactly once. A file is cut into pieces that the model reads cold,
+bos in front; totals of nats are divided by totals of bytes, ratios of files are never averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepinfer.engine.engine import Engine
+from deepinfer.measure.bootstrap import Estimate
+from experiments.nano.findings import Finding
+from experiments.nano.intervals import aligned, bits_per_byte, change, over_modules, ratio, verdict
+from experiments.nano.study import Study
+from experiments.nano.texts import (
+    Document, Scored, pieces, score, token_nats, totals, xz_shares,
+)  # fmt: skip
+
+
+def findings(study: Study) -> Iterator[Finding]:
+    """The section; each finding as soon as it is measured."""
+    s, size = study.sizes, study.sizes.piece
+    stored = score(study.stored.logits, study.bos, study.heldout, size)
+    plain = control(study, study.heldout, size)
+    yield headline(study, "held-out", study.heldout, stored, plain)
+    if plain is not None:
+        yield rounding(study, stored, plain)
+    yield by_position(study, stored)
+    windows = [halves(study.stored, study.bos, d, s.older) for d in study.heldout]
+    cold, overlapped = [w[0] for w in windows], [w[1] for w in windows]
+    yield older(study, cold, overlapped)
+    yield more_context(study, stored, cold)
+    yield headline(
+        study, "prose", study.prose, score(study.stored.logits, study.bos, study.prose, size),
+        control(study, study.prose, size),
+    )  # fmt: skip
+
+
+def control(study: Study, docs: Sequence[Document], size: int) -> list[Scored] | None:
+    """The unquantised weights on the same path."""
+    if study.unquantised is None:
+        return None
+    return score(study.unquantised.logits, study.bos, docs, size)
+
+
+def against_xz(docs: Sequence[Document], scored: Sequence[Scored]) -> Estimate:
+    """The model's bits over those of xz -9 on the same files, one after another."""
+    xz = {m: [x] for m, x in xz_shares(docs).items()}
+    return over_modules(
+        aligned(totals(scored), xz), lambda x: x[..., 0] / math.log(2) / (8 * x[..., 2])
+    )
+
+
+def headline(
+    study: Study, what: str, docs: Sequence[Document], stored: Sequence[Scored],
+    plain: Sequence[Scored] | None,
+) -> Finding:  # fmt: skip
+    rows = []
+    xz = 8 * sum(xz_shares(docs).values()) / sum(d.nbytes for d in docs)
+    for name, scored in (("stored", stored), ("unquantised", plain)):
+        if scored is None:
+            continue
+        bits = over_modules(aligned(totals(scored)), bits_per_byte)
+        part = against_xz(docs, scored)
+        rows.append(
+            dict(
+                weights=name, fidelity=1, tokens=sum(len(s.nats) for s in scored),
+                bytes=sum(s.nbytes for s in scored), bits_per_byte=bits.value,
+                xz_bits_per_byte=xz, of_xz=part.value, low=part.low, high=part.high,
+            )
+        )  # fmt: skip
+    says = {
+        "held-out": f"Bits per byte on held-out files ({study.said}), each token scored once in "
+        f"cold pieces of {study.sizes.piece} tokens. of_xz: the share of the bits that xz -9 needs "
+        "for the same files; low, high: 95 % over modules.",
+        "prose": "The same on prose of the documentation, a domain the model never saw in training.",
+    }[what]
+    return Finding(f"quality.{what}", says, study.table(rows, f"bits per byte, {what}"))
+
+
+def rounding(study: Study, stored: Sequence[Scored], plain: Sequence[Scored]) -> Finding:
+    """What storage and cache roundings cost: (weights, fidelity) against a control on its path."""
+    assert study.unquantised is not None
+    part = study.part
+    rows = [_cost("stored weights, all files", plain, stored)]
+    on = {
+        (name, fidelity): score(
+            eng.with_(fidelity=fidelity).logits, study.bos, part, study.sizes.piece
+        )
+        for name, eng in (("stored", study.stored), ("unquantised", study.unquantised))
+        for fidelity in (0, 1)
+    }
+    reference = on["unquantised", 0]
+    rows += [
+        _cost("cache rounding alone", reference, on["unquantised", 1]),
+        _cost("weight rounding alone", reference, on["stored", 0]),
+        _cost("weights and caches", reference, on["stored", 1]),
+    ]
+    says = (
+        "What rounding costs, in % more bits than the unrounded model on the same tokens and the "
+        "same path. The first row is the claim about the stored model (both at fidelity 1); the "
+        f"others take it apart on the first {study.sizes.part} tokens of each file."
+    )
+    return Finding("quality.rounding", says, study.table(rows, "cost of rounding"))
+
+
+def _cost(what: str, before: Sequence[Scored], after: Sequence[Scored]) -> dict[str, object]:
+    e = over_modules(aligned(totals(before), totals(after)), change)
+    return dict(rounded=what, change_percent=e.value, low=e.low, high=e.high, says=verdict(e))
+
+
+# ------------------------------------------------------------------------------------- position
+
+
+def buckets(longest: int) -> list[tuple[int, int]]:
+    """[(0, 64), (64, 256), (256, 512), (512, 1024), ...] up to `longest`."""
+    edges = [0, 64, 256]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    cuts = [(a, min(b, longest)) for a, b in zip(edges, edges[1:]) if a < longest]
+    return cuts
+
+
+def bucket_totals(scored: Sequence[Scored], a: int, b: int, full: int = 0) -> dict[str, list[float]]:
+    """module -> [nats, tokens] at positions a..b-1, of pieces with at least `full` tokens."""
+    found: dict[str, list[float]] = {}
+    for s in scored:
+        here = (s.position >= a) & (s.position < b) & (s.length >= full)
+        row = found.setdefault(s.module, [0.0, 0.0])
+        row[0] += float(s.nats[here].sum())
+        row[1] += int(here.sum())
+    return found
+
+
+def by_position(study: Study, scored: Sequence[Scored]) -> Finding:
+    size, rows = study.sizes.piece, []
+    whole: list[dict[str, list[float]]] = []
+    for a, b in buckets(size):
+        every = bucket_totals(scored, a, b)
+        whole.append(bucket_totals(scored, a, b, size))
+        e = over_modules(aligned(every), ratio)
+        f = over_modules(aligned(whole[-1]), ratio)
+        step = Estimate(None)
+        if len(whole) > 1:
+            step = over_modules(aligned(whole[-2], whole[-1]), rise)
+        rows.append(
+            dict(
+                positions=f"{a}-{b - 1}", tokens=int(sum(n for _, n in every.values())),
+                nats_per_token=e.value, whole_tokens=int(sum(n for _, n in whole[-1].values())),
+                whole_nats=_number(f.value), rise_percent=_number(step.value),
+                low=step.low, high=step.high,
+            )
+        )  # fmt: skip
+    says = (
+        "Loss by position in the piece, stored model: it must be flat or falling. whole_*: only "
+        f"pieces of {size} tokens, so that every bucket has the same pieces; rise_percent: of "
+        "whole_nats over the bucket before, with its 95 % interval over modules. A bucket is worse "
+        "only where low is above 0."
+    )
+    return Finding("quality.position", says, study.table(rows, "nats per token by position"))
+
+
+def rise(x: Tensor) -> Tensor:
+    """[..., (nats, tokens) of the bucket before and of this one] -> % that the mean rose by."""
+    return 100 * (x[..., 2] / x[..., 3] / (x[..., 0] / x[..., 1]) - 1)
+
+
+def _number(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else x
+
+
+# -------------------------------------------------------------------------- more or less context
+
+
+def halves(eng: Engine, bos: int, doc: Document, size: int) -> tuple[Scored, Scored]:
+    """(cold, overlapped): the document in cold pieces of `size`, and in pieces that overlap by
+    half, of which only the second half counts (of the first piece all). One set of passes."""
+    half, n = size // 2, len(doc.ids)
+    cold, over = torch.full((n,), torch.nan).double(), torch.full((n,), torch.nan).double()
+    place = torch.arange(n) % size
+    for first in range(0, max(n - half, 1), half):
+        nats = token_nats(eng.logits, bos, doc.ids[first : first + size]) if n else over
+        stop = first + len(nats)
+        if first % size == 0:
+            cold[first:stop] = nats
+        new = first + (half if first else 0)
+        over[new:stop] = nats[new - first :]
+    for a, b in pieces(n, size):
+        if cold[a:b].isnan().any():  # the last cold piece is the second half of a window
+            cold[a:b] = token_nats(eng.logits, bos, doc.ids[a:b])
+    length = torch.full((n,), size)
+    return (
+        Scored(doc.module, doc.nbytes, cold, place, length),
+        Scored(doc.module, doc.nbytes, over, place, length),
+    )
+
+
+def older(study: Study, cold: Sequence[Scored], overlapped: Sequence[Scored]) -> Finding:
+    rows = []
+    for name, scored in (("cold", cold), ("overlapping by half", overlapped)):
+        e = against_xz(study.heldout, scored)
+        bits = over_modules(aligned(totals(scored)), bits_per_byte)
+        rows.append(
+            dict(pieces=name, bits_per_byte=bits.value, of_xz=e.value, low=e.low, high=e.high)
+        )
+    says = (
+        f"The same files in pieces of {study.sizes.older} tokens, cold and overlapping by half, the "
+        "two ways in which older figures of this model were measured."
+    )
+    return Finding("quality.older", says, study.table(rows, f"pieces of {study.sizes.older}"))
+
+
+def more_context(study: Study, long: Sequence[Scored], short: Sequence[Scored]) -> Finding:
+    """The same tokens late in a long piece and early in a short one."""
+    size, rows = study.sizes.older, []
+    for a, b in buckets(study.sizes.piece - size):
+        near, far = {}, {}
+        for x, y in zip(long, short, strict=True):
+            here = (x.position >= size + a) & (x.position < size + b)
+            for found, s in ((near, y), (far, x)):
+                row = found.setdefault(s.module, [0.0, 0.0])
+                row[0] += float(s.nats[here].sum())
+                row[1] += int(here.sum())
+        e = over_modules(aligned(near, far), rise)
+        rows.append(
+            dict(
+                positions=f"{size + a}-{size + b - 1}", tokens=int(sum(n for _, n in far.values())),
+                change_percent=_number(e.value), low=e.low, high=e.high,
+                says=verdict(e) if _number(e.value) is not None else "no such tokens",
+            )
+        )  # fmt: skip
+    says = (
+        f"What {size} more tokens of context are worth: the same tokens at these positions of a "
+        f"piece of {study.sizes.piece}, against a cold piece of {size}. Negative is better; here "
+        "text differences between positions cancel."
+    )
+    return Finding("quality.context", says, study.table(rows, "loss with more context"))

@@ -1,0 +1,199 @@
+"""Measure a nano checkpoint: every figure of its model card, as tables and JSON, by one command.
+
+    python -m experiments.nano.report --checkpoint STORED --unquantised BF16 --out results.json
+
+STORED: the checkpoint as it ships (FP8 and FP4 storage); BF16: the same weights unquantised, the
+control on the same paths. Both are loaded in float32 at fidelity 1. `--only` runs some sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from experiments.nano import (
+    ablations, acceptance, calibration, drafts, evaluation, quality, routing, summary,
+)  # fmt: skip
+from experiments.nano.calibration import Observed
+from experiments.nano.findings import Finding, Report
+from experiments.nano.study import Sizes, Study, load
+from experiments.nano.texts import Document, documents, score
+
+SECTIONS = ("quality", "paths", "drafts", "calibration", "routing", "ablations")
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.nano.report", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("--checkpoint", required=True, help="folder of the stored checkpoint")
+    p.add_argument("--unquantised", required=True, help="folder of the same weights in BF16")
+    p.add_argument("--second-seed", help="stored checkpoint of another training run")
+    p.add_argument("--out", type=Path, help="JSON file to write")
+    p.add_argument("--quick", action="store_true", help="small sizes, to try the command")
+    p.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
+                   help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
+    p.add_argument("--training-path", help="package.module:function to hold to the other paths")
+    p.add_argument("--texts", type=Path, nargs=3, metavar=("HELDOUT", "PROSE", "DEV"),
+                   help="folders of text files instead of the package's own texts")  # fmt: skip
+    return p.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    o = options(arguments)
+    torch.set_num_threads(o.threads)
+    sizes = Sizes().quick() if o.quick else Sizes()
+    try:
+        stored = load(o.checkpoint, sizes, o.device)
+        unquantised = load(o.unquantised, sizes, o.device)
+        heldout, prose, dev = (documents(stored.tokenizer, t) for t in texts(o.texts, o.quick))
+        study = Study(stored, unquantised, heldout, prose, dev, sizes)
+        facts = dict(vars(o), out=None, texts=bool(o.texts), checkpoint=None, unquantised=None,
+                     second_seed=None, only=list(o.only), torch=torch.__version__,
+                     stored=stored.fingerprint, bf16=unquantised.fingerprint)  # fmt: skip
+        report = Report(o.out, facts)
+        print(f"nano report: {study.said}; {o.device}, {o.threads} thread(s), torch {torch.__version__}")
+        if o.quick:
+            print("QUICK: small sizes, to try the command; the figures are not the model's.")
+        measure(study, report, o)
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def texts(folders: Sequence[Path] | None, quick: bool) -> Iterator[Sequence[str]]:
+    """Held-out, prose and dev texts: the package's own, or the files of three folders."""
+    if folders is not None:
+        found = [[read_text(f) for f in sorted(x.rglob("*")) if f.is_file()] for x in folders]
+    else:
+        from deepinfer import data
+
+        found = [data.heldout(None), data.prose(None), data.dev(None)]
+    for each in found:
+        yield each[:: max(1, len(each) // 12)] if quick else each
+
+
+class Text(str):
+    """A file's text with the module that it belongs to: its name without what follows a dash."""
+
+    module: str
+
+
+def read_text(path: Path) -> Text:
+    text = Text(path.read_text("utf-8"))
+    text.module = path.stem.partition("-")[0]
+    return text
+
+
+# ------------------------------------------------------------------------------------- sections
+
+
+def measure(study: Study, report: Report, o: argparse.Namespace) -> None:
+    """Run the sections that were asked for, then the summary."""
+    want, s = set(o.only), study.sizes
+    if "quality" in want:
+        report.add("Quality", quality.findings(study))
+    if "paths" in want:
+        report.add("Evaluation paths", evaluation.findings(study, o.unquantised, o.training_path))
+    if "routing" in want:
+        report.add("Routing", routed(study))
+    if "ablations" in want:
+        report.add("Ablations of the backbone", ablations.findings(study))
+    if not want & {"drafts", "calibration"}:
+        return
+    mine = Drafting(study)
+    report.add("Drafter", mine.findings())
+    if "calibration" in want:
+        report.add("Calibration", mine.calibration())
+    if "ablations" in want:
+        report.add("Ablation of the Markov head", mine.without_markov())
+    known = {name: f.table for name, f in report.findings.items()}
+    of_xz = known["quality.held-out"][0]["of_xz"] if "quality" in want else None
+    second = None if o.second_seed is None else second_figures(o.second_seed, study, o.device)
+    first = summary.figures(of_xz, mine.runs, mine.length, mine.seen["1 - TV on text"], s.bins)
+    report.add("Summary", [summary.finding(study, known, first, second)])
+
+
+def routed(study: Study) -> Iterator[Finding]:
+    found = routing.collect(study.stored, study.bos, study.heldout, study.sizes.piece)
+    yield from routing.findings(study, found)
+
+
+class Drafting:
+    """The drafter's measurements, which several sections share."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.runs = drafts.run(study.stored, study.heldout, study)
+        self.found = on_text(study, study.heldout)
+        self.length = acceptance.mean_length(self.found).value
+        self.seen = observed(self.runs, self.found)
+
+    def findings(self) -> Iterator[Finding]:
+        yield from drafts.findings(self.study, self.runs)
+        yield from acceptance.findings(self.study, self.found)
+
+    def calibration(self) -> Iterator[Finding]:
+        study = self.study
+        dev = observed(drafts.run(study.stored, study.dev, study), on_text(study, study.dev))
+        yield from calibration.findings(study, self.seen, dev)
+
+    def without_markov(self) -> Iterator[Finding]:
+        study, s = self.study, self.study.sizes
+        prompts = drafts.contexts(study.heldout, s.contexts, s.prompt)
+        with ablations.markov(study.stored) as eng:  # type: ignore[attr-defined]
+            with drafts.drafting(eng) as drafter:
+                greedy = drafts.write(drafter, prompts, s.written, 0.0)
+            length = acceptance.mean_length(on_text(study, study.heldout)).value
+        rows = [
+            dict(figure="accepted a step, temperature 0",
+                 with_it=drafts.accepted(self.runs.greedy).value, without=drafts.accepted(greedy).value),
+            dict(figure="expected length, temperature 1", with_it=self.length, without=length),
+        ]  # fmt: skip
+        says = (
+            "The drafter without its Markov head, so that each draft ignores the token before it. "
+            "The texts at temperature 0 are the same, for the target writes them."
+        )
+        yield Finding("ablations.markov", says, study.table(rows, "the Markov head"))
+
+
+def on_text(study: Study, docs: Sequence[Document]) -> list[acceptance.Acceptance]:
+    s = study.sizes
+    with drafts.drafting(study.stored) as eng:
+        return acceptance.measure(eng, study.bos, docs, s.piece, s.apart)
+
+
+def observed(
+    runs: drafts.Runs, found: Sequence[acceptance.Acceptance]
+) -> dict[str, Observed]:
+    """Outcomes that confidences are held against, by name."""
+    return {
+        "1 - TV on text": Observed.of_laws(found),
+        "sampled, temperature 1": Observed.of_steps(runs.sampled),
+        "greedy, temperature 0": Observed.of_steps(runs.greedy, cut=True),
+    }
+
+
+def second_figures(folder: str, study: Study, device: str) -> dict[str, float | None]:
+    """Headline figures of another checkpoint on the same texts."""
+    other = Study(
+        load(folder, study.sizes, device), None, study.heldout, study.prose, study.dev, study.sizes
+    )
+    scored = score(other.stored.logits, other.bos, other.heldout, study.sizes.piece)
+    mine = Drafting(other)
+    of_xz = quality.against_xz(other.heldout, scored).value
+    return summary.figures(
+        of_xz, mine.runs, mine.length, mine.seen["1 - TV on text"], study.sizes.bins
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
