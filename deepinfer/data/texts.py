@@ -124,8 +124,9 @@ def _in_rounds(modules: Iterable[list[Text]], characters: int) -> Iterator[Text]
     """The first long passage of each module, then the second of each, ...; largest files first."""
     queues = []
     for files in modules:
-        cut = [p for file in sorted(files, key=len, reverse=True) for p in _passages(file, characters)]
-        queues.append([passage for passage in cut if len(passage) >= characters])
+        files = sorted(files, key=len, reverse=True)
+        passages = [passage for file in files for passage in _passages(file, characters)]
+        queues.append([passage for passage in passages if len(passage) >= characters])
     for turn in range(max(map(len, queues))):
         yield from (queue[turn] for queue in queues if turn < len(queue))
 
@@ -173,6 +174,6 @@ def _check(what: str, data: bytes, described: dict[str, Any]) -> None:
 
 def _damaged(what: str) -> RuntimeError:
     return RuntimeError(
-        f"deepinfer/data/{what}; the shipped text is damaged and every figure on it would be wrong: "
+        f"deepinfer/data/{what}; the shipped text is damaged, so figures on it would be wrong: "
         "install the package again"
     )

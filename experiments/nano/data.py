@@ -114,7 +114,7 @@ def _digests(work: Path) -> Iterable[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.nano.data", description=__doc__.splitlines()[0]
+        prog="python -m experiments.nano.data", description="Make the nano model's data."
     )
     parser.add_argument("--replace", action="store_true", help="overwrite other shipped texts")
     replace = parser.parse_args(arguments).replace

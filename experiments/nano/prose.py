@@ -2,9 +2,9 @@
 
 The topics of the interactive help (`pydoc_data/topics.py`: the language reference as plain text)
 and Python's licence. Topics are sorted by the SHA-1 of their name and taken until the next would
-make it more than 200 kB. One is passed over if it shares a tenth of its eight-word runs with a topic
-already taken (many repeat a section of another) or with a library file (`debugger` is the help text
-of `pdb.py`).
+make it more than 200 kB. One is passed over if it shares a tenth of its eight-word runs with a
+topic already taken (many repeat a section of another) or with a library file (`debugger` is the
+help text of `pdb.py`).
 """
 
 from __future__ import annotations
