@@ -1,0 +1,188 @@
+"""Both stages of training in miniature: they learn, hand over weights, and end as a checkpoint."""
+
+import numpy as np
+import pytest
+import torch
+from deepinfer.checkpoint.reader import Checkpoint
+from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
+from deepinfer.engine.engine import Engine
+
+from experiments.nano import backbone, drafter, fast, weights, written
+from experiments.nano.batches import Split, Stream, mixed, pieces
+from experiments.nano.config import Backbone, Drafter, small_config
+from experiments.nano.log import Log, read
+from experiments.nano.muon import Optimiser, orthogonalised, schedule
+
+
+def counting(documents: int, seed: int) -> Split:
+    """Texts that a model can learn: each counts up by its own step."""
+    rng = np.random.default_rng(seed)
+    docs = [
+        np.concatenate([[0], 5 + (np.arange(50) * k % 20), [1]]).astype(np.uint16)
+        for k in rng.integers(1, 4, documents)
+    ]
+    return Split(np.concatenate(docs), np.cumsum([0, *map(len, docs)]))
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """(config, log rows, folder of the backbone, folder of both), trained in a few seconds."""
+    folder = tmp_path_factory.mktemp("nano")
+    tokenizer = tiny_tokenizer()
+    config = small_config(tokenizer)
+    data = dict(library=counting(40, 1), tests=counting(40, 2), dev=counting(10, 3))
+    log = Log(folder / "log.jsonl")
+    model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
+    recipe = Backbone(steps=60, rows=2, length=64, warmup=4, dev_every=30, rounded_from=0.8)
+    held = backbone.train(model, recipe, data, seed=0, log=log)
+    weights.write_both(folder / "one", config, weights.official(config, held), tokenizer)
+    model = weights.model_of(Checkpoint.open(folder / "one" / "stored"), torch.float32, "cpu")
+    recipe = Drafter(
+        steps=40, rows=4, length=64, anchors=16, warmup=4, generated=8, prompt=16, written=16,
+        dev_every=20,
+    )
+    held = drafter.train(model, recipe, data, seed=0, log=log)
+    weights.write_both(folder / "two", config, weights.official(config, held), tokenizer)
+    return config, read(folder / "log.jsonl"), folder / "one", folder / "two"
+
+
+def test_the_backbone_learns_the_text(stages):
+    dev = [row for row in stages[1] if row["stage"] == "dev" and "nats" in row]
+    assert dev[0]["step"] == 30 and dev[-1]["step"] == 60
+    assert dev[-1]["nats"] < dev[0]["nats"] < np.log(1024)
+    assert dev[-1]["nats"] < 2.5  # from where chance is 6.9
+
+
+def test_the_drafter_learns_the_target(stages):
+    dev = [row for row in stages[1] if row["stage"] == "dev" and "accepted" in row]
+    assert dev[-1]["loss"] < 0.9 * dev[0]["loss"]
+    assert dev[-1]["as_target"][0] > 0.2  # chance is 1 in 20
+
+
+def test_the_second_stage_starts_from_the_stored_weights_and_leaves_them(stages):
+    one, two = (Checkpoint.open(folder / "stored") for folder in stages[2:])
+    for name in one.weights:
+        a, b = (x.read(name, torch.float32) for x in (one, two))
+        same = torch.equal(a, b)
+        moved = name.startswith("mtp.") and not name.endswith(("hc_attn_scale", "hc_ffn_scale"))
+        assert same != moved or name.startswith("mtp."), name
+    changed = [n for n in one.weights if not torch.equal(one.read(n, torch.float32), two.read(n, torch.float32))]
+    assert changed and all(n.startswith("mtp.") for n in changed)
+
+
+def test_stored_follows_from_unquantised(stages):
+    stored, plain = (Checkpoint.open(stages[2] / x) for x in ("stored", "unquantised"))
+    kind = {w.name: w.storage for w in stored.weights.values()}
+    for name in plain.weights:
+        value = plain.read(name, torch.float32)
+        expected = weights.round_storage(value, kind[name])
+        assert torch.equal(stored.read(name, torch.float32), expected), name
+
+
+def test_an_engine_serves_what_training_wrote(stages):
+    """The engine's own loss equals the training path's, and drafts leave the text as it is."""
+    folder = stages[3] / "stored"
+    with Engine.from_pretrained(str(folder), dtype="float64", max_model_len=128) as eng:
+        ids = counting(3, 9).document(0).tolist()
+        by_engine = eng.logits(ids)
+        model = weights.model_of(Checkpoint.open(folder), torch.float64, "cpu")
+        padded = torch.tensor([ids + [0] * (-len(ids) % 8)])
+        with torch.no_grad():
+            by_training = model(fast.context(model.config, padded, dtype=torch.float64)).logits
+        torch.testing.assert_close(by_training[: len(ids)], by_engine, rtol=0, atol=1e-9)
+        plain = eng.generate([ids[:20]], max_tokens=24, temperature=0)[0]
+        drafted = eng.with_(verifier="fixed").generate([ids[:20]], max_tokens=24, temperature=0)[0]
+        assert plain.token_ids == drafted.token_ids
+        assert drafted.steps[-1].step < plain.steps[-1].step, "no draft was ever accepted"
+
+
+def test_written_text_is_the_models_own(stages):
+    """Greedy rows are the arg max of a teacher-forced pass; seeds repeat, and differ by seed."""
+    model = weights.model_of(Checkpoint.open(stages[2] / "stored"), torch.float64, "cpu")
+    starts = written.prompts([counting(9, 4), counting(9, 5)], 4, 16, seed=0)
+    heat = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    text = written.write(model, starts, 16, heat, seed=1, prefill=3)
+    assert torch.equal(text[:, :16], starts)
+    with torch.no_grad():
+        logits = model(fast.context(model.config, text, dtype=torch.float64)).logits.view(4, 32, -1)
+    assert torch.equal(logits[::2, 15:31].argmax(2), text[::2, 16:])
+    assert torch.equal(text, written.write(model, starts, 16, heat, seed=1, prefill=4))
+    other = written.write(model, starts, 16, heat, seed=2, prefill=4)
+    assert torch.equal(text[::2], other[::2]) and not torch.equal(text[1::2], other[1::2])
+
+
+# ------------------------------------------------------------------------------------ the parts
+
+
+def test_dropout_only_touches_what_sub_layers_give():
+    tap = backbone.Training(0.5)
+    ones = torch.ones(64, 8)
+    assert (tap("layers.3.attn.out", ones, None) == 0).any()
+    for name in ("layers.3.attn.in", "layers.3.in", "mtp.0.attn.out", "logits"):
+        assert torch.equal(tap(name, ones, None), ones)
+
+
+def test_load_counts_rows_and_no_padding():
+    ids = torch.tensor([[0, 2], [2, 1], [-1, -1]])
+    assert backbone.expert_load(ids, 4).tolist() == [1, 1, 2, 0]
+
+
+def test_balance_lifts_the_idle_and_lowers_the_busy():
+    tokenizer = tiny_tokenizer()
+    config = small_config(tokenizer)
+    model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
+    balance = backbone.Balance(model.layers, ((0.5, 0.25), (1.0, 0.0)))
+    ids = torch.tensor([[0, 1], [0, 1], [0, 2]])
+    balance.step({"layers.3.ffn": ids}, 0.5)
+    bias = model.layers[3].ffn.gate.bias
+    assert bias[0] == -0.25 and bias[7] == 0.25
+    assert torch.equal(model.layers[3].ffn.gate.bias_vl, bias)
+    balance.step({"layers.3.ffn": ids}, 0.6)
+    assert bias[0] == -0.25
+
+
+def test_a_stream_gives_every_document_once_an_epoch():
+    split = counting(7, 0)
+    stream = Stream(split, seed=3)
+    got = np.concatenate([stream.rows(1, 13)[0] for _ in range(200)])
+    starts = (got == 0).sum()
+    assert stream.epoch > 5 and abs(starts - 7 * len(got) / len(split.ids)) <= 7
+    again = Stream(split, seed=3)
+    assert np.array_equal(got[:130], np.concatenate([again.rows(1, 13)[0] for _ in range(10)]))
+
+
+def test_mixed_rows_and_pieces():
+    a, b = (Stream(counting(5, i), 0) for i in (1, 2))
+    assert mixed([a, b], [0.75, 0.25], 4, 10).shape == (4, 10)
+    split = counting(2, 0)
+    assert np.array_equal(pieces(split, 25).flatten(), split.ids[:100])
+
+
+def test_orthogonalised_presses_singular_values():
+    torch.manual_seed(0)
+    for shape in ((3, 16, 40), (2, 40, 16)):
+        g = torch.randn(shape, dtype=torch.float64) * torch.tensor([1e-3])
+        values = torch.linalg.svdvals(orthogonalised(g))
+        assert 0.3 < values.min() and values.max() < 1.3
+        # the same singular vectors: it is g's own direction
+        u, _, vh = torch.linalg.svd(g, full_matrices=False)
+        overlap = torch.einsum("nri,nrc,nic->ni", u, orthogonalised(g), vh)
+        assert torch.allclose(overlap, values.sort(1, descending=True).values, atol=0.5)
+
+
+def test_optimiser_steps_a_matrix_and_a_vector():
+    w = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    opt = Optimiser({"a": w[0], "b": w[1]}, lambda n: n == "a", (0.1, 0.01), 0.0, clip=1e9)
+    w[0].grad, w[1].grad = torch.eye(4), torch.tensor([1.0, -2.0, 0.0]).bfloat16()
+    opt.step(1.0)
+    assert torch.allclose(w[0], -0.1 * 0.2 * 2 * torch.eye(4), atol=0.02)
+    assert torch.allclose(w[1].float(), torch.tensor([-0.01, 0.01, 0.0]), atol=1e-4)
+    assert opt.masters()["b"].dtype == torch.float32
+    opt.step(0.0, lambda name, master: torch.full_like(master, 7.0))
+    assert (w[0] == 7).all() and not (opt.masters()["a"] == 7).any()
+
+
+def test_schedule():
+    at = [schedule(s, 100, 10, 0.3, 0.02) for s in range(100)]
+    assert at[0] == 0.1 and at[9] == at[10] == at[30] == 1.0
+    assert at[65] == pytest.approx(1 - 0.98 * 0.5) and 0.02 < at[99] < 0.05
