@@ -48,7 +48,9 @@ def fake(tmp_path):
         files[f"test/test_{name}.py"] = words(f"t{name}", 50)
         files[f"test/test_{name}x.py"] = words(f"tx{name}", 50)
         files[f"test/test_{name}_more/case.py"] = words(f"more{name}", 50)
+        files[f"test/{name}_tests.py"] = words(f"tests{name}", 50)
         files[f"test/copy_of_{name}.py"] = files[f"{name}.py"] + words(f"copy{name}", 20)
+    files |= {"test/short.py": "y = 1\n", "test/again.py": "y = 1\n"}  # too short to be near
     files |= {"site-packages/extra.py": "x = 2\n", "_sysconfigdata_here.py": "x = 3\n"}
     files["blank.py"] = " \n"
     return lay(tmp_path / "lib", files)
@@ -83,8 +85,8 @@ def check_laws(found, parts, shared):
     for unit in parts.units:
         assert len({side.get(module) for module in unit}) == 1, unit
 
-    texts = {files[path].text for path in judging}
-    assert not any(files[path].text in texts for path in trained)
+    texts = [files[path].text for path in [*trained, *judging]]
+    assert len(texts) == len(set(texts)), "exact copies"
     for pair in shared:
         if pair.share >= NEAR and pair.runs >= NEAR_RUNS:
             assert len({pair.a, pair.b} & judging) != 1 or not {pair.a, pair.b} & trained, pair
@@ -107,7 +109,7 @@ def test_what_tests_or_copies_a_judging_module_is_not_trained_on(fake, module):
     parts = split(sources(fake), heldout_modules=4, dev_modules=3)
     judging = {file.module for file in parts.heldout + parts.dev}
     trained = {file.path for file in parts.tests}
-    own = {f"test/{name}.py" for name in (f"test_{module}", f"copy_of_{module}")}
+    own = {f"test/{name}.py" for name in (f"test_{module}", f"{module}_tests", f"copy_of_{module}")}
     own.add(f"test/test_{module}_more/case.py")
     assert own & trained == (set() if module in judging else own)
     assert f"test/test_{module}x.py" in trained  # another module's, by its name
