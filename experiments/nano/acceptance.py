@@ -6,14 +6,13 @@ the same place, and the text before both is the real one. The expected length of
     1 + sum_k prod_{j <= k} (1 - TV_j)
 
 All draft blocks of a text are run at once, through the model's own drafter: its context keys are
-computed for every position from one teacher-forced pass and held where it looks for its ring.
+computed for every position from one teacher-forced pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +21,14 @@ from deepinfer.engine.batch import Work, build
 from deepinfer.engine.engine import Engine
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.bootstrap import Estimate
+from deepinfer.model.context import ForwardContext
+from deepinfer.model.drafter import SequenceContext
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio
 from experiments.nano.study import Study
 from experiments.nano.texts import Document, pieces
 
-AT_ONCE = 256  # draft blocks: their laws take AT_ONCE * drafts * vocabulary numbers
-
-
-@dataclass(frozen=True)
-class TextRing:
-    """A drafter ring that holds a whole text: position p of state 1 lies at ring + p. The drafter
-    asks a cache for no more than this."""
-
-    ring: int
-    windows: dict[int, Records]
+AT_ONCE = 128  # draft blocks: each of their two laws takes AT_ONCE * drafts * vocabulary numbers
 
 
 @dataclass(frozen=True)
@@ -65,44 +57,31 @@ def laws_on_text(eng: Engine, ids: list[int], starts: Tensor) -> Iterator[Laws]:
         )
     with eng.trace("features") as seen:
         logits = eng.logits(ids)
-    features = seen["features"].as_subclass(Tensor)
-    cache = _ring(eng, ids, features)
-    text = torch.tensor(ids, device=eng.model.device)
+    rt, drafter, text = eng.runtime, eng.model.drafter, torch.tensor(ids, device=eng.model.device)
+    ctx = replace(rt.context(build([Work(ids)], eng.config, text.device)), cache=None)
+    context = _sequence_context(eng, seen["features"].as_subclass(Tensor), ctx)
     for at in starts.to(text.device).split(AT_ONCE):
         rows = at[:, None] + torch.arange(n, device=text.device)
-        target = logits[rows].softmax(-1)
-        draft, confidence = _blocks(eng, cache, text, at, text[rows])
-        yield Laws(at, target, draft, confidence)
+        step = drafter.block_context(context, torch.zeros_like(at), text[at], at, ctx)
+        h, base = drafter.states(text[at], at, n, step)
+        draft, score = drafter.slot_logits(
+            h.flatten(0, 1), base.flatten(0, 1), text[rows].flatten(), step
+        )
+        yield Laws(
+            at, logits[rows].softmax(-1), draft.softmax(-1).view_as(base),
+            score.view_as(rows).clamp(-60, 60).sigmoid(),
+        )  # fmt: skip
 
 
-def _ring(eng: Engine, ids: list[int], features: Tensor) -> TextRing:
-    """The drafter's window keys at every position of the text."""
-    rt, t = eng.runtime, len(ids)
-    ctx = rt.context(build([Work(ids)], eng.config, eng.model.device))
+def _sequence_context(eng: Engine, features: Tensor, ctx: ForwardContext) -> SequenceContext:
+    """The drafter's window keys at every position of a text, of features [t, ...] that an engine
+    computed in chunks."""
     keys = eng.model.drafter.context_keys(features, ctx.batch.row_set, ctx)
     windows = {}
     for layer, key in zip(eng.model.mtp, keys):
         fmt = ctx.attention.kv_spec(eng.config, layer.layer).window_format
-        held = torch.cat([torch.zeros_like(key), ctx.round(key, fmt)])  # state 0 is spare
-        windows[layer.layer] = Records(held, None, Layout(format="float", dim=key.shape[-1]))
-    return TextRing(t, windows)
-
-
-def _blocks(
-    eng: Engine, cache: TextRing, text: Tensor, starts: Tensor, previous: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(draft laws [a, n, v], confidence [a, n]); previous: [a, n] the token before each row's."""
-    works = [Work([int(text[s])], int(s), state=1, logits="none") for s in starts]
-    batch = build(works, eng.config, text.device, decode=True)
-    held: Any = cache
-    ctx = replace(eng.runtime.context(batch), cache=held)
-    h, base = eng.model.drafter.states(text[starts], starts, previous.shape[1], ctx)
-    last = eng.model.mtp[-1]
-    markov = last.markov_head.embed.weight[previous]
-    logits = base + last.markov_head.head(markov.flatten(0, 1), ctx, base.dtype).view_as(base)
-    both = torch.cat([h, markov], -1).flatten(0, 1)
-    score = last.confidence_head.proj(both, ctx, base.dtype)
-    return logits.softmax(-1), score.view(previous.shape).clamp(-60, 60).sigmoid()
+        windows[layer.layer] = Records(ctx.round(key, fmt), None, Layout("float", key.shape[-1]))
+    return SequenceContext(windows, len(features))
 
 
 # ----------------------------------------------------------------------------------- statistics

@@ -24,6 +24,7 @@ from experiments.nano.findings import Finding
 from experiments.nano.study import Study
 
 GRID = tuple(2 ** (i / 16) for i in range(-48, 49))  # 1/8 to 8, 1 among them
+DRAWS = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,18 @@ def ece(confidence: Tensor, outcome: Tensor, bins: int) -> float:
     return float(gap.abs().sum() / len(outcome))
 
 
+def ece_by_chance(confidence: Tensor, outcome: Tensor, bins: int) -> float:
+    """What ECE would be if the confidences were true: the median over outcomes drawn from them, as
+    many as there are of outcome. Few outcomes look uncalibrated by luck. 0 for probabilities."""
+    known = ~outcome.isnan()
+    c = confidence[known].double()
+    if bool(((outcome[known] > 0) & (outcome[known] < 1)).any()) or not len(c):
+        return 0.0
+    random = torch.Generator().manual_seed(0)
+    drawn = [(torch.rand(len(c), generator=random).double() < c).double() for _ in range(DRAWS)]
+    return float(torch.tensor([ece(c, x, bins) for x in drawn]).median())
+
+
 def scaled(confidence: Tensor, temperatures: Sequence[float]) -> Tensor:
     """sigmoid(logit(c) / T) by position. confidence: [s, n]."""
     c = confidence.double().clamp(1e-12, 1 - 1e-12)
@@ -103,6 +116,7 @@ def errors(seen: Observed, bins: int, temperatures: Sequence[float] | None = Non
             confidence=float(c[~seen.accept[:, k].isnan(), k].mean()),
             accept=float(seen.accept[:, k].nanmean()),
             ece=ece(c[:, k], seen.accept[:, k], bins),
+            by_chance=ece_by_chance(c[:, k], seen.accept[:, k], bins),
             ece_product=ece(product[:, k], seen.survival[:, k], bins),
         )
         for k in range(n)
@@ -126,7 +140,7 @@ def findings(
     says = (
         f"Expected calibration error of the drafter's confidence by position, {bins} bins of equal "
         "width, held-out text. ece: of c_k against draft k where all before it were accepted; "
-        "ece_product: of c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev "
+        "by_chance: what true confidences would show with as few 0/1 outcomes. ece_product: of c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev "
         "text, left to right; *_after: with it."
     )
     yield Finding("calibration", says, study.table(rows, "calibration of confidence"))

@@ -23,10 +23,9 @@ from experiments.nano.texts import (
 )  # fmt: skip
 
 
-def findings(study: Study) -> Iterator[Finding]:
-    """The section; each finding as soon as it is measured."""
+def findings(study: Study, stored: Sequence[Scored]) -> Iterator[Finding]:
+    """The section, each finding as soon as it is measured. stored: held-out files, whole pieces."""
     s, size = study.sizes, study.sizes.piece
-    stored = score(study.stored.logits, study.bos, study.heldout, size)
     plain = control(study, study.heldout, size)
     yield headline(study, "held-out", study.heldout, stored, plain)
     if plain is not None:
@@ -87,20 +86,12 @@ def headline(
 def rounding(study: Study, stored: Sequence[Scored], plain: Sequence[Scored]) -> Finding:
     """What storage and cache roundings cost: (weights, fidelity) against a control on its path."""
     assert study.unquantised is not None
-    part = study.part
     rows = [_cost("stored weights, all files", plain, stored)]
-    on = {
-        (name, fidelity): score(
-            eng.with_(fidelity=fidelity).logits, study.bos, part, study.sizes.piece
-        )
-        for name, eng in (("stored", study.stored), ("unquantised", study.unquantised))
-        for fidelity in (0, 1)
-    }
-    reference = on["unquantised", 0]
+    reference = _part_scores(study, study.unquantised, 0)
     rows += [
-        _cost("cache rounding alone", reference, on["unquantised", 1]),
-        _cost("weight rounding alone", reference, on["stored", 0]),
-        _cost("weights and caches", reference, on["stored", 1]),
+        _cost("cache rounding alone", reference, _part_scores(study, study.unquantised, 1)),
+        _cost("weight rounding alone", reference, _part_scores(study, study.stored, 0)),
+        _cost("weights and caches", reference, study.part_scored),
     ]
     says = (
         "What rounding costs, in % more bits than the unrounded model on the same tokens and the "
@@ -108,6 +99,11 @@ def rounding(study: Study, stored: Sequence[Scored], plain: Sequence[Scored]) ->
         f"others take it apart on the first {study.sizes.part} tokens of each file."
     )
     return Finding("quality.rounding", says, study.table(rows, "cost of rounding"))
+
+
+def _part_scores(study: Study, eng: Engine, fidelity: int) -> list[Scored]:
+    with eng.with_(fidelity=fidelity) as other:
+        return score(other.logits, study.bos, study.part, study.sizes.part)
 
 
 def _cost(what: str, before: Sequence[Scored], after: Sequence[Scored]) -> dict[str, object]:

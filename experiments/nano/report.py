@@ -99,18 +99,23 @@ def read_text(path: Path) -> Text:
 def measure(study: Study, report: Report, o: argparse.Namespace) -> None:
     """Run the sections that were asked for, then the summary."""
     want, s = set(o.only), study.sizes
+    scored, routed = [], []
+    if want & {"quality", "routing"}:
+        scored, routed = routing.scored_and_routed(
+            study.stored, study.bos, study.heldout, s.piece
+        )
     if "quality" in want:
-        report.add("Quality", quality.findings(study))
+        report.add("Quality", quality.findings(study, scored))
     if "paths" in want:
         report.add("Evaluation paths", evaluation.findings(study, o.unquantised, o.training_path))
     if "routing" in want:
-        report.add("Routing", routed(study))
+        report.add("Routing", routing.findings(study, routed))
     if "ablations" in want:
         report.add("Ablations of the backbone", ablations.findings(study))
     if not want & {"drafts", "calibration"}:
         return
     mine = Drafting(study)
-    report.add("Drafter", mine.findings())
+    report.add("Drafter", mine.measure())
     if "calibration" in want:
         report.add("Calibration", mine.calibration())
     if "ablations" in want:
@@ -118,13 +123,7 @@ def measure(study: Study, report: Report, o: argparse.Namespace) -> None:
     known = {name: f.table for name, f in report.findings.items()}
     of_xz = known["quality.held-out"][0]["of_xz"] if "quality" in want else None
     second = None if o.second_seed is None else second_figures(o.second_seed, study, o.device)
-    first = summary.figures(of_xz, mine.runs, mine.length, mine.seen["1 - TV on text"], s.bins)
-    report.add("Summary", [summary.finding(study, known, first, second)])
-
-
-def routed(study: Study) -> Iterator[Finding]:
-    found = routing.collect(study.stored, study.bos, study.heldout, study.sizes.piece)
-    yield from routing.findings(study, found)
+    report.add("Summary", [summary.finding(study, known, mine.figures(of_xz), second)])
 
 
 class Drafting:
@@ -132,14 +131,19 @@ class Drafting:
 
     def __init__(self, study: Study) -> None:
         self.study = study
+
+    def measure(self) -> Iterator[Finding]:
+        study = self.study
         self.runs = drafts.run(study.stored, study.heldout, study)
+        yield from drafts.findings(study, self.runs)
         self.found = on_text(study, study.heldout)
         self.length = acceptance.mean_length(self.found).value
         self.seen = observed(self.runs, self.found)
+        yield from acceptance.findings(study, self.found)
 
-    def findings(self) -> Iterator[Finding]:
-        yield from drafts.findings(self.study, self.runs)
-        yield from acceptance.findings(self.study, self.found)
+    def figures(self, of_xz: float | None) -> dict[str, float | None]:
+        seen, bins = self.seen["1 - TV on text"], self.study.sizes.bins
+        return summary.figures(of_xz, self.runs, self.length, seen, bins)
 
     def calibration(self) -> Iterator[Finding]:
         study = self.study
@@ -189,10 +193,8 @@ def second_figures(folder: str, study: Study, device: str) -> dict[str, float | 
     )
     scored = score(other.stored.logits, other.bos, other.heldout, study.sizes.piece)
     mine = Drafting(other)
-    of_xz = quality.against_xz(other.heldout, scored).value
-    return summary.figures(
-        of_xz, mine.runs, mine.length, mine.seen["1 - TV on text"], study.sizes.bins
-    )
+    list(mine.measure())
+    return mine.figures(quality.against_xz(other.heldout, scored).value)
 
 
 if __name__ == "__main__":

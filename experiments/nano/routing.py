@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer.engine.engine import Engine
 from experiments.nano.findings import Finding
 from experiments.nano.study import Study
-from experiments.nano.texts import Document, pieces
+from experiments.nano.texts import Document, Scored, score
 
 PREFILL = 2048  # tokens of a prefill batch
 DECODE = 64  # sequences of a decode batch
@@ -32,20 +32,38 @@ class Routed:
     ids: Tensor
 
 
-def collect(eng: Engine, bos: int, docs: Sequence[Document], size: int) -> list[Routed]:
-    """Choices on the documents' tokens; the bos in front of a piece does not count."""
-    out = []
-    names = [f"layers.{i}.ffn.experts" for i in range(eng.config.num_hidden_layers)]
+class Watched:
+    """An engine's logits, and what its layers chose meanwhile; of bos, which is no text, nothing."""
+
+    def __init__(self, eng: Engine) -> None:
+        self._eng = eng
+        self._names = [f"layers.{i}.ffn.experts" for i in range(eng.config.num_hidden_layers)]
+        self._parts: list[Tensor] = []
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        with self._eng.trace(*self._names) as seen:
+            logits = self._eng.logits(ids)
+        each = [seen[name].as_subclass(Tensor)[1:] for name in self._names]
+        self._parts.append(torch.stack(each).to("cpu", torch.int16))
+        return logits
+
+    def take(self, module: str) -> Routed:
+        """The choices since the last call, as one document's."""
+        parts, self._parts = self._parts, []
+        return Routed(module, torch.cat(parts, 1))
+
+
+def scored_and_routed(
+    eng: Engine, bos: int, docs: Sequence[Document], size: int
+) -> tuple[list[Scored], list[Routed]]:
+    """One pass for two sections. The last token of a piece is scored and never read, so its routing
+    is missing."""
+    watched, scored, routed = Watched(eng), [], []
     for doc in docs:
-        parts = []
-        for a, b in pieces(len(doc.ids), size - 1):
-            with eng.trace(*names) as seen:
-                eng.logits([bos, *doc.ids[a:b]])
-            each = [seen[name].as_subclass(Tensor)[1:] for name in names]
-            parts.append(torch.stack(each).to("cpu", torch.int16))
-        if parts:
-            out.append(Routed(doc.module, torch.cat(parts, 1)))
-    return out
+        if doc.ids:
+            scored += score(watched, bos, [doc], size)
+            routed.append(watched.take(doc.module))
+    return scored, routed
 
 
 def load(ids: Tensor, experts: int) -> Tensor:
@@ -109,6 +127,7 @@ def findings(study: Study, routed: Sequence[Routed]) -> Iterator[Finding]:
     yield Finding("routing.layers", says, study.table(rows, "expert load by layer"))
     rows = []
     lengths = torch.tensor([r.ids.shape[1] for r in routed])
+    longest = 4096  # tokens are enough for chance to show nothing any more
     for name, each, tokens in (
         ("all", skew(whole)[:, None], every.shape[1]),
         ("prefill batch", by_prefill, prefill[0].shape[1]),
@@ -120,11 +139,11 @@ def findings(study: Study, routed: Sequence[Routed]) -> Iterator[Finding]:
         rows.append(
             dict(per=name, tokens=tokens, number=each.shape[1])
             | {f"p{100 * q:g}": x for q, x in zip(QUANTILES, at)}
-            | dict(largest=float(cells.max()), by_chance=chance(min(tokens, 4096), k, experts))
+            | dict(largest=float(cells.max()), by_chance=chance(min(tokens, longest), k, experts))
         )
     says = (
         "max/mean load over all layers: quantiles over (layer, batch) pairs. by_chance: the median "
-        "for random experts and as many tokens (at most 4096), so what is above it is real skew. "
+        f"for random experts and as many tokens (at most {longest}), so what is above it is real skew. "
         f"Documents have {int(lengths.min())} to {int(lengths.max())} tokens, half of them at most "
         f"{int(lengths.median())}."
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from deepinfer.engine.engine import Engine
 from deepinfer.measure import provenance
 from deepinfer.measure.table import Table
-from experiments.nano.texts import Document, firsts, modules
+from experiments.nano.texts import Document, Scored, firsts, modules, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,15 @@ class Study:
     def bos(self) -> int:
         return self.stored.config.bos_token_id
 
-    @property
+    @cached_property
     def part(self) -> list[Document]:
         """The first tokens of every held-out file."""
         return firsts(self.stored.tokenizer, self.heldout, self.sizes.part)
+
+    @cached_property
+    def part_scored(self) -> list[Scored]:
+        """`part` under the stored model: the control of what is measured there."""
+        return score(self.stored.logits, self.bos, self.part, self.sizes.part)
 
     @property
     def said(self) -> str:
