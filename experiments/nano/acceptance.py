@@ -103,7 +103,9 @@ def expected_length(accept: Tensor) -> Tensor:
     return 1 + accept.cumprod(-1).sum(-1)
 
 
-def measure(eng: Engine, bos: int, docs: Sequence[Document], size: int, apart: int) -> list[Acceptance]:
+def measure(
+    eng: Engine, bos: int, docs: Sequence[Document], size: int, apart: int
+) -> list[Acceptance]:
     """Acceptance of draft blocks every `apart` tokens of the documents' pieces."""
     out = []
     for doc in docs:
@@ -158,7 +160,7 @@ def findings(study: Study, found: Sequence[Acceptance]) -> Iterator[Finding]:
             )
         )  # fmt: skip
     says = (
-        "By position in the draft: accept, the mean of 1 - TV; confidence, what the head says of it "
-        "on average; same_first, how often both laws have the same likeliest token."
+        "By position in the draft: accept, the mean of 1 - TV; confidence, what the head says of "
+        "it on average; same_first, how often both laws have the same likeliest token."
     )
     yield Finding("acceptance.position", says, study.table(rows, "acceptance on text by position"))

@@ -1,4 +1,4 @@
-"""Whether confidences mean what they say: expected calibration error, and temperatures that mend it.
+"""Whether confidences mean what they say: expected calibration error, and how to mend it.
 
     ECE = sum over bins b of n_b / n |mean confidence in b - mean outcome in b|
 bins of equal width on [0, 1] (Naeini, Cooper and Hauskrecht, AAAI 2015). An outcome is a draft that
@@ -140,7 +140,7 @@ def findings(
     says = (
         f"Expected calibration error of the drafter's confidence by position, {bins} bins of equal "
         "width, held-out text. ece: of c_k against draft k where all before it were accepted; "
-        "by_chance: what true confidences would show with as few 0/1 outcomes. ece_product: of c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev "
-        "text, left to right; *_after: with it."
+        "by_chance: what true confidences would show with as few 0/1 outcomes. ece_product: of "
+        "c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev text, left to right; *_after: with it."
     )
     yield Finding("calibration", says, study.table(rows, "calibration of confidence"))

@@ -223,10 +223,10 @@ def lengths(study: Study, runs: Runs) -> Finding:
     s, n = study.sizes, study.stored.config.max_draft
     says = (
         f"Tokens a verification step emits (accepted drafts and one more) with {n} drafts, over "
-        f"{s.contexts} held-out contexts of up to {s.prompt} tokens, {s.written} tokens written for "
-        f"each. The headline is the first row: each text up to the place where {GRAM} of its tokens "
-        "in a row come the second time, because text that repeats itself is easy to draft. "
-        f"repeats: texts that do; distinct: mean share of different {GRAM}-grams of the whole texts."
+        f"{s.contexts} held-out contexts of up to {s.prompt} tokens, {s.written} tokens written "
+        f"for each. The headline is the first row: each text up to the place where {GRAM} of its "
+        "tokens in a row come the second time, because text that repeats itself is easy to draft. "
+        f"repeats: texts that do; distinct: mean share of different {GRAM}-grams, whole texts."
     )
     return Finding("drafts.accepted", says, study.table(rows, "accepted tokens a step"))
 

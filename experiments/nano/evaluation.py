@@ -2,12 +2,11 @@
 
 A number that compares two models means nothing where the way it was computed matters as much. So
 bits per byte of the unquantised weights are measured through the engine's cache in chunks, in one
-forward without a cache, in float64, in bfloat16, and by the training code when it is given.
+forward without a cache, by the slots that training runs, in float64 and in bfloat16.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from deepinfer.engine.batch import Work, build
 from deepinfer.engine.engine import Engine
+from experiments.nano import fast
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, bits_per_byte, change, over_modules
 from experiments.nano.study import Study, load
@@ -37,7 +37,7 @@ def uncached(eng: Engine) -> Logits:
 
 
 def chunked(eng: Engine, rows: int) -> Logits:
-    """Through the engine's cache, `rows` tokens a step: later chunks read what earlier ones wrote."""
+    """Through the engine's cache, `rows` tokens a step: later steps read what earlier ones wrote."""
 
     def logits(ids: list[int]) -> Tensor:
         whole, rest = divmod(len(ids), rows)
@@ -46,29 +46,24 @@ def chunked(eng: Engine, rows: int) -> Logits:
     return logits
 
 
-def named(spec: str) -> Callable[[Engine, Tensor], Tensor]:
-    """'package.module:function', a training path: (engine, ids "b t") -> logits "b t v"."""
-    module, _, name = spec.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"training path {spec!r}: {error}; want package.module:function of a function that "
-            "takes an engine and ids [b, t] and returns logits [b, t, v]"
-        ) from None
-
-
-def batched(eng: Engine, path: Callable[[Engine, Tensor], Tensor]) -> Logits:
-    """A training path, one sequence at a time."""
+def training(eng: Engine, compiled: bool = False) -> Logits:
+    """The batched slots that training runs, eager or compiled, one sequence at a time. It wants
+    whole windows, so pads follow the sequence, which no row before them sees."""
 
     @torch.no_grad()
     def logits(ids: list[int]) -> Tensor:
-        return path(eng, torch.tensor([ids], device=eng.model.device))[0]
+        c = eng.config
+        padded = [*ids, *[c.pad_token_id] * (-len(ids) % c.sliding_window)]
+        rows = torch.tensor([padded], device=eng.model.device)
+        ctx = fast.context(
+            c, rows, fidelity=eng.settings.fidelity, compiled=compiled, dtype=eng.model.dtype
+        )
+        return eng.model(ctx).logits[: len(ids)]
 
     return logits
 
 
-def findings(study: Study, folder: str, training: str | None = None) -> Iterator[Finding]:
+def findings(study: Study, folder: str) -> Iterator[Finding]:
     """The section. folder: of the unquantised checkpoint, loaded again in other dtypes."""
     eng, s = study.unquantised, study.sizes
     assert eng is not None
@@ -81,12 +76,12 @@ def findings(study: Study, folder: str, training: str | None = None) -> Iterator
 
     paths: list[tuple[str, Sequence[Document], Callable[[], Logits]]] = [
         ("one forward without a cache, float32", docs, lambda: uncached(eng)),
+        ("training path, float32", docs, lambda: training(eng)),
         ("engine in chunks, float64", few, lambda: wide("float64")),
         ("engine in chunks, bfloat16", few, lambda: wide("bfloat16")),
     ]
-    if training is not None:
-        function = named(training)
-        paths.append((f"training path {training}", docs, lambda: batched(eng, function)))
+    if device != "cpu":
+        paths.append(("training path compiled, float32", docs, lambda: training(eng, True)))
     reference = [
         score(chunked(eng, max(s.paths // 4, 1)), study.bos, [doc], s.paths)[0] for doc in docs
     ]

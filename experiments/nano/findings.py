@@ -1,4 +1,4 @@
-"""What the report says: findings, each a sentence and a Table, printed as they come and kept as JSON."""
+"""What the report says: findings, each a sentence and a Table, printed at once, kept as JSON."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class Report:
     """Findings of one run. `add` prints a section's and writes the file anew, so that a run that is
     stopped leaves what it had found."""
 
-    def __init__(self, path: Path | None, facts: Mapping[str, object], to: TextIO = sys.stdout):
-        self.path, self.facts, self.to = path, dict(facts), to
+    def __init__(
+        self, path: Path | None, facts: Mapping[str, object], to: TextIO | None = None
+    ) -> None:
+        self.path, self.facts, self.to = path, dict(facts), to or sys.stdout
         self.findings: dict[str, Finding] = {}
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()

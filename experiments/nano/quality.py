@@ -78,7 +78,7 @@ def headline(
         "held-out": f"Bits per byte on held-out files ({study.said}), each token scored once in "
         f"cold pieces of {study.sizes.piece} tokens. of_xz: the share of the bits that xz -9 needs "
         "for the same files; low, high: 95 % over modules.",
-        "prose": "The same on prose of the documentation, a domain the model never saw in training.",
+        "prose": "The same on prose of the documentation, a domain that was never trained on.",
     }[what]
     return Finding(f"quality.{what}", says, study.table(rows, f"bits per byte, {what}"))
 
@@ -123,7 +123,9 @@ def buckets(longest: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def bucket_totals(scored: Sequence[Scored], a: int, b: int, full: int = 0) -> dict[str, list[float]]:
+def bucket_totals(
+    scored: Sequence[Scored], a: int, b: int, full: int = 0
+) -> dict[str, list[float]]:
     """module -> [nats, tokens] at positions a..b-1, of pieces with at least `full` tokens."""
     found: dict[str, list[float]] = {}
     for s in scored:
@@ -206,8 +208,8 @@ def older(study: Study, cold: Sequence[Scored], overlapped: Sequence[Scored]) ->
             dict(pieces=name, bits_per_byte=bits.value, of_xz=e.value, low=e.low, high=e.high)
         )
     says = (
-        f"The same files in pieces of {study.sizes.older} tokens, cold and overlapping by half, the "
-        "two ways in which older figures of this model were measured."
+        f"The same files in pieces of {study.sizes.older} tokens, cold and overlapping by half, "
+        "the two ways in which older figures of this model were measured."
     )
     return Finding("quality.older", says, study.table(rows, f"pieces of {study.sizes.older}"))
 

@@ -40,7 +40,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
                    help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
-    p.add_argument("--training-path", help="package.module:function to hold to the other paths")
     p.add_argument("--texts", type=Path, nargs=3, metavar=("HELDOUT", "PROSE", "DEV"),
                    help="folders of text files instead of the package's own texts")  # fmt: skip
     return p.parse_args(arguments)
@@ -59,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                      second_seed=None, only=list(o.only), torch=torch.__version__,
                      stored=stored.fingerprint, bf16=unquantised.fingerprint)  # fmt: skip
         report = Report(o.out, facts)
-        print(f"nano report: {study.said}; {o.device}, {o.threads} thread(s), torch {torch.__version__}")
+        where = f"{o.device}, {o.threads} thread(s), torch {torch.__version__}"
+        print(f"nano report: {study.said}; {where}")
         if o.quick:
             print("QUICK: small sizes, to try the command; the figures are not the model's.")
         measure(study, report, o)
@@ -107,7 +107,7 @@ def measure(study: Study, report: Report, o: argparse.Namespace) -> None:
     if "quality" in want:
         report.add("Quality", quality.findings(study, scored))
     if "paths" in want:
-        report.add("Evaluation paths", evaluation.findings(study, o.unquantised, o.training_path))
+        report.add("Evaluation paths", evaluation.findings(study, o.unquantised))
     if "routing" in want:
         report.add("Routing", routing.findings(study, routed))
     if "ablations" in want:
@@ -157,11 +157,11 @@ class Drafting:
             with drafts.drafting(eng) as drafter:
                 greedy = drafts.write(drafter, prompts, s.written, 0.0)
             length = acceptance.mean_length(on_text(study, study.heldout)).value
+        before, after = drafts.accepted(self.runs.greedy).value, drafts.accepted(greedy).value
         rows = [
-            dict(figure="accepted a step, temperature 0",
-                 with_it=drafts.accepted(self.runs.greedy).value, without=drafts.accepted(greedy).value),
+            dict(figure="accepted a step, temperature 0", with_it=before, without=after),
             dict(figure="expected length, temperature 1", with_it=self.length, without=length),
-        ]  # fmt: skip
+        ]
         says = (
             "The drafter without its Markov head, so that each draft ignores the token before it. "
             "The texts at temperature 0 are the same, for the target writes them."

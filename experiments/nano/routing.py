@@ -33,7 +33,7 @@ class Routed:
 
 
 class Watched:
-    """An engine's logits, and what its layers chose meanwhile; of bos, which is no text, nothing."""
+    """An engine's logits, and what its layers chose meanwhile; not for bos, which is no text."""
 
     def __init__(self, eng: Engine) -> None:
         self._eng = eng
@@ -143,8 +143,8 @@ def findings(study: Study, routed: Sequence[Routed]) -> Iterator[Finding]:
         )
     says = (
         "max/mean load over all layers: quantiles over (layer, batch) pairs. by_chance: the median "
-        f"for random experts and as many tokens (at most {longest}), so what is above it is real skew. "
-        f"Documents have {int(lengths.min())} to {int(lengths.max())} tokens, half of them at most "
+        f"for random experts and as many tokens (at most {longest}), so what is above it is real "
+        f"skew. Documents have {int(lengths.min())} to {int(lengths.max())} tokens, half of them at most "
         f"{int(lengths.median())}."
     )
     yield Finding("routing.skew", says, study.table(rows, "skew of expert load"))

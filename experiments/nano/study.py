@@ -65,8 +65,8 @@ class Study:
     @property
     def said(self) -> str:
         """What the held-out texts are, in words."""
-        docs = self.heldout
-        return f"{len(docs)} files of {len(modules(docs))} modules, {sum(d.nbytes for d in docs):,} bytes"
+        docs, size = self.heldout, sum(d.nbytes for d in self.heldout)
+        return f"{len(docs)} files of {len(modules(docs))} modules, {size:,} bytes"
 
     def table(self, rows: Any, title: str = "", columns: Any = None, **facts: object) -> Table:
         """A Table that carries what it was measured on."""

@@ -76,7 +76,8 @@ def finding(
         unused = sum(tables["routing.layers"]["unused"])
         row("experts unused, all layers", "0", unused, unused == 0)
     for r in tables["ablations"] if "ablations" in tables else ():
-        row(f"without {r['removed']}, %", "worse", r["change_percent"], r["says"] == "worse")
+        if r["removed"] != "nothing":
+            row(f"without {r['removed']}, %", "worse", r["change_percent"], r["says"] == "worse")
     if "ablations.markov" in tables:
         for r in tables["ablations.markov"]:
             lost = r["with_it"] - r["without"]

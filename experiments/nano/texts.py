@@ -44,8 +44,8 @@ def documents(tokenizer: Any, texts: Sequence[str], module: str = "") -> list[Do
         data, spelt = text.encode(), byte_count(tokenizer, ids)
         if len(data) != spelt:
             raise ValueError(
-                f"text {i} has {len(data)} bytes, its {len(ids)} tokens spell {spelt}: bits per byte need "
-                "a tokenizer that loses nothing (byte-level, no normaliser)"
+                f"text {i} has {len(data)} bytes, its {len(ids)} tokens spell {spelt}: bits per byte "
+                "need a tokenizer that loses nothing (byte-level, no normaliser)"
             )
         found.append(Document(getattr(text, "module", f"{module}{i}"), tuple(ids), data))
     return found

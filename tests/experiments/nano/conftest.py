@@ -1,0 +1,22 @@
+"""For the tests of the nano report: a tiny engine in float64 and two documents."""
+
+import deepinfer as di
+import pytest
+from deepinfer.engine.engine import Engine
+from experiments.nano import texts
+
+TEXT = "def walk(token):\n    return [layer(token) for layer in self.layers if layer.window]\n"
+
+
+@pytest.fixture(scope="session")
+def eng():
+    return Engine.tiny(
+        dtype="float64", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=40
+    )
+
+
+@pytest.fixture(scope="session")
+def docs(eng):
+    about = dict(path="", sha256="", licence="")
+    named = [di.data.Text(TEXT * (i + 1), module=f"m{i}", **about) for i in range(2)]
+    return texts.documents(eng.tokenizer, named)

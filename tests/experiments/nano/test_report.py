@@ -1,0 +1,149 @@
+"""The nano report on the tiny model: what is scored, routed, printed and kept."""
+
+import json
+
+import pytest
+import torch
+from deepinfer.checkpoint.tiny import write_tiny
+from experiments.nano import evaluation, findings, quality, report, routing, texts
+from torch import Tensor
+
+BOS = 0
+
+# --------------------------------------------------------------------------------------- scoring
+
+
+def test_documents_spell_their_text(eng, docs):
+    assert [d.module for d in docs] == ["m0", "m1"]
+    assert [d.nbytes for d in docs] == [len(docs[0].data), 2 * len(docs[0].data)]
+    cut = texts.firsts(eng.tokenizer, docs, 10)
+    assert all(len(d.ids) == 10 for d in cut)
+    assert cut[0].data.decode() == eng.decode(cut[0].ids)
+
+
+def test_a_tokenizer_that_loses_text_is_refused(eng):
+    class Lossy:
+        decoder = None
+
+        def encode(self, text, **_):
+            return eng.tokenizer.encode(text.lower().strip(), add_special_tokens=False)
+
+        def __getattr__(self, name):
+            return getattr(eng.tokenizer, name)
+
+    with pytest.raises(ValueError, match="tokens spell"):
+        texts.documents(Lossy(), ["  Walk  "])
+
+
+def test_every_token_is_scored_once_in_cold_pieces(eng, docs):
+    found = texts.score(eng.logits, BOS, docs, 48)
+    for doc, s in zip(docs, found):
+        want = []
+        for a in range(0, len(doc.ids), 48):
+            part = list(doc.ids[a : a + 48])
+            rows = eng.logits([BOS, *part]).log_softmax(-1)
+            want += [-float(rows[i, t]) for i, t in enumerate(part)]
+        assert s.nats.tolist() == pytest.approx(want, rel=1e-9)
+        assert s.position.tolist() == [i % 48 for i in range(len(doc.ids))]
+        assert s.length.tolist()[-1] == len(doc.ids) - (len(doc.ids) - 1) // 48 * 48
+    whole = eng.score([docs[0].data.decode()])[0]
+    one = texts.score(eng.logits, BOS, docs[:1], 256)
+    assert float(one[0].nats.sum()) == pytest.approx(whole.nats)
+
+
+def test_overlapping_pieces_give_both_figures(eng, docs):
+    for doc in docs:
+        cold, over = quality.halves(eng, BOS, doc, 32)
+        want = texts.score(eng.logits, BOS, [doc], 32)[0]
+        assert torch.allclose(cold.nats, want.nats) and not over.nats.isnan().any()
+        for i in {0, 31, 32, 40, len(doc.ids) - 1}:  # its window starts 16..31 tokens before
+            first = max(0, (i // 16 - 1) * 16)
+            row = eng.logits([BOS, *doc.ids[first:i]])[-1].log_softmax(-1)
+            assert float(over.nats[i]) == pytest.approx(-float(row[doc.ids[i]]))
+
+
+def test_paths_agree(eng, docs):
+    ids = [BOS, *docs[1].ids[:90]]
+    want = eng.logits(ids, chunks=[1] * len(ids))
+    for path in (evaluation.uncached(eng), evaluation.chunked(eng, 7), evaluation.training(eng)):
+        assert torch.allclose(path(ids), want, atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------- routing
+
+
+def test_routing_is_of_the_text_alone(eng, docs):
+    scored, routed = routing.scored_and_routed(eng, BOS, docs, 64)
+    want = texts.score(eng.logits, BOS, docs, 64)
+    for doc, s, w, r in zip(docs, scored, want, routed):
+        assert torch.equal(s.nats, w.nats)
+        cuts = list(texts.pieces(len(doc.ids), 64))
+        assert r.ids.shape[:2] == (eng.config.num_hidden_layers, len(doc.ids) - len(cuts))
+        assert int(r.ids.min()) >= 0
+    with eng.trace("layers.5.ffn.experts") as t:
+        eng.logits([BOS, *docs[0].ids[:-1]])
+    ids = t["layers.5.ffn.experts"].as_subclass(Tensor)[1:]
+    if len(docs[0].ids) <= 64:
+        assert torch.equal(routed[0].ids[5].long(), ids)
+
+
+# --------------------------------------------------------------------------------------- command
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, docs):
+    text = docs[0].data.decode()
+    root = tmp_path_factory.mktemp("report")
+    stored, plain = write_tiny(root / "stored"), write_tiny(root / "plain", quantised=False)
+    for name, count in (("heldout", 9), ("prose", 2), ("dev", 3)):
+        (root / name).mkdir()
+        for i in range(count):
+            line = f"class {name.title()}{i}:\n    size = {i * 37}\n\n"
+            (root / name / f"m{i}.py").write_text(line + text[i:])
+    return root, stored, plain
+
+
+def run(folders, *more):
+    root, stored, plain = folders
+    texts_ = [str(root / x) for x in ("heldout", "prose", "dev")]
+    return report.main([
+        "--checkpoint", str(stored), "--unquantised", str(plain), "--quick",
+        "--out", str(root / "out.json"), "--texts", *texts_, *more,
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_measures_everything_and_its_file_reads_back(folders, capsys):
+    assert run(folders, "--second-seed", str(folders[1])) == 0
+    printed = capsys.readouterr().out
+    tables = findings.read(folders[0] / "out.json")
+    assert set(tables) == {
+        "quality.held-out", "quality.rounding", "quality.position", "quality.older",
+        "quality.context", "quality.prose", "paths", "routing.layers", "routing.skew", "ablations",
+        "drafts.accepted", "drafts.distinct", "drafts.conditional", "acceptance.length",
+        "acceptance.position", "calibration", "ablations.markov", "summary",
+    }  # fmt: skip
+    for table in tables.values():
+        assert table.to_text() in printed and table.provenance["weights"]
+    for row in tables["summary"]:
+        if row["second_seed"] is not None:  # the same checkpoint: no spread at all
+            assert row["second_seed"] == row["measured"]
+    assert str(folders[0]) not in (folders[0] / "out.json").read_text()  # no path of a machine
+
+
+def test_the_command_runs_one_section(folders, capsys):
+    assert run(folders, "--only", "paths") == 0
+    assert list(findings.read(folders[0] / "out.json")) == ["paths"]
+    assert "must agree" in capsys.readouterr().out
+
+
+def test_a_missing_checkpoint_is_one_line(folders, capsys):
+    root = folders[0]
+    bad = report.main(["--checkpoint", str(root / "nowhere"), "--unquantised", str(root)])
+    assert bad == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(ValueError, match="no report"):
+        findings.read(tmp_path / "x.json")
