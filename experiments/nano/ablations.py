@@ -8,7 +8,7 @@ on exit; the control is the same engine untouched, on the same tokens and path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,8 +22,9 @@ from deepinfer.slots.protocols import AttnPlan, IndexQuery, LayerInfo
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, change, over_modules, verdict
 from experiments.nano.study import Study
-from experiments.nano.texts import Scored, score, totals
+from experiments.nano.texts import Scored, totals
 
+Opened = AbstractContextManager[Engine]
 NOTHING = 0.01  # percent: what rounding may move from run to run, by where memory lies
 
 
@@ -146,7 +147,7 @@ class Removal:
 
     what: str
     how: str
-    open: Callable[[Engine], object]
+    open: Callable[[Engine], Opened]
 
 
 def removals(eng: Engine) -> list[Removal]:
@@ -155,20 +156,20 @@ def removals(eng: Engine) -> list[Removal]:
     layers = range(c.num_hidden_layers)
     value = f"[{c.hc_mult * c.hidden_size}:]"  # rows of wkv behind the keys: what is added
 
-    def engram(ids: Sequence[int]) -> Callable[[Engine], object]:
+    def engram(ids: Sequence[int]) -> Callable[[Engine], Opened]:
         return lambda e: weights_set(e, {f"layers.{i}.engram.wkv.weight{value}": 0 for i in ids})
 
-    def scales(e: Engine) -> object:
+    def scales(e: Engine) -> Opened:
         sites = [f"layers.{i}.hc_{site}_scale" for i in layers for site in ("attn", "ffn")]
         return weights_set(e, dict.fromkeys(sites, 0.0))
 
     def identity(comb: Tensor) -> Tensor:
         return torch.eye(comb.shape[-1]).to(comb).expand_as(comb)
 
-    def mixing(e: Engine) -> object:
+    def mixing(e: Engine) -> Opened:
         return values_edited(e, "layers.*.attn.comb", "layers.*.ffn.comb", edit=identity)
 
-    def sinks(e: Engine) -> object:
+    def sinks(e: Engine) -> Opened:
         return weights_set(e, {f"layers.{i}.attn.attn_sink": -1e4 for i in layers})
 
     found = []
@@ -191,7 +192,7 @@ def removals(eng: Engine) -> list[Removal]:
     ]  # fmt: skip
 
 
-def markov(eng: Engine) -> object:
+def markov(eng: Engine) -> Opened:
     """The drafter without its Markov head: each draft ignores the token before it."""
     last = eng.config.num_nextn_predict_layers - 1
     return weights_set(eng, {f"mtp.{last}.markov_head.head.weight": 0.0})
@@ -204,10 +205,10 @@ def findings(study: Study) -> Iterator[Finding]:
     part, size, eng = study.part, study.sizes.part, study.stored
     control, rows = study.part_scored, []
     for removal in removals(eng):
-        with removal.open(eng) as without:  # type: ignore[attr-defined]
-            rows.append(_row(removal, control, score(without.logits, study.bos, part, size)))
+        with removal.open(eng) as without:
+            rows.append(_row(removal, control, study.score(without.logits, part, size)))
     again = Removal("nothing", "the same run again", nullcontext)
-    rows.append(_row(again, control, score(eng.logits, study.bos, part, size)))
+    rows.append(_row(again, control, study.score(eng.logits, part, size)))
     if abs(rows[-1]["change_percent"]) > NOTHING:
         raise AssertionError(
             f"after the removals the engine is {rows[-1]['change_percent']} % from its control: "
@@ -215,9 +216,10 @@ def findings(study: Study) -> Iterator[Finding]:
         )
     says = (
         "What each mechanism is worth at inference: more bits, in %, with it taken away from the "
-        f"stored model, on the first {size} tokens of every file "
-        f"({sum(len(s.nats) for s in control):,} tokens), the same tokens and path for both. low, high: paired 95 % over modules; where 0 "
-        "is inside, nothing was shown. The last row is the noise of the measurement itself."
+        f"stored model, on the first {size} tokens of each file "
+        f"({sum(len(s.nats) for s in control):,} tokens), the same tokens and path for both. low, "
+        "high: paired 95 % over modules; where 0 is inside, nothing was shown. The last row is the "
+        "noise of the measurement itself."
     )
     yield Finding("ablations", says, study.table(rows, "held-out change without a mechanism"))
 

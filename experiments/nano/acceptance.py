@@ -25,6 +25,7 @@ from deepinfer.model.context import ForwardContext
 from deepinfer.model.drafter import SequenceContext
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio
+from experiments.nano.parallel import each
 from experiments.nano.study import Study
 from experiments.nano.texts import Document, pieces
 
@@ -104,23 +105,26 @@ def expected_length(accept: Tensor) -> Tensor:
 
 
 def measure(
-    eng: Engine, bos: int, docs: Sequence[Document], size: int, apart: int
+    eng: Engine, bos: int, docs: Sequence[Document], size: int, apart: int, jobs: int = 1
 ) -> list[Acceptance]:
     """Acceptance of draft blocks every `apart` tokens of the documents' pieces."""
-    out = []
-    for doc in docs:
-        for a, b in pieces(len(doc.ids), size):
-            ids = [bos, *doc.ids[a : b - 1]]
-            starts = torch.arange(1, len(ids) - eng.config.max_draft + 1, apart)
-            if not len(starts):
-                continue
-            parts = []
-            for law in laws_on_text(eng, ids, starts):
-                overlap = torch.minimum(law.target, law.draft).sum(-1)
-                equal = law.target.argmax(-1) == law.draft.argmax(-1)
-                parts.append([x.double().cpu() for x in (overlap, law.confidence)] + [equal.cpu()])
-            out.append(Acceptance(doc.module, *(torch.cat(x) for x in zip(*parts))))
-    return out
+
+    def of(doc: Document) -> list[Acceptance]:
+        ids = [[bos, *doc.ids[a : b - 1]] for a, b in pieces(len(doc.ids), size)]
+        return [of_piece(eng, doc.module, x, apart) for x in ids if len(x) > eng.config.max_draft]
+
+    return [found for of_doc in each(of, docs, jobs) for found in of_doc]
+
+
+def of_piece(eng: Engine, module: str, ids: list[int], apart: int) -> Acceptance:
+    """Acceptance of draft blocks every `apart` tokens of one piece, bos included."""
+    starts = torch.arange(1, len(ids) - eng.config.max_draft + 1, apart)
+    parts = []
+    for law in laws_on_text(eng, ids, starts):
+        overlap = torch.minimum(law.target, law.draft).sum(-1)
+        equal = law.target.argmax(-1) == law.draft.argmax(-1)
+        parts.append([x.double().cpu() for x in (overlap, law.confidence)] + [equal.cpu()])
+    return Acceptance(module, *(torch.cat(x) for x in zip(*parts)))
 
 
 def mean_length(found: Sequence[Acceptance]) -> Estimate:

@@ -141,6 +141,7 @@ def findings(
         f"Expected calibration error of the drafter's confidence by position, {bins} bins of equal "
         "width, held-out text. ece: of c_k against draft k where all before it were accepted; "
         "by_chance: what true confidences would show with as few 0/1 outcomes. ece_product: of "
-        "c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev text, left to right; *_after: with it."
+        "c_1...c_k against the survival of drafts 1..k. temperature: fitted on dev text, left to "
+        "right; *_after: with it."
     )
     yield Finding("calibration", says, study.table(rows, "calibration of confidence"))

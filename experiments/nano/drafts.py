@@ -21,6 +21,7 @@ from deepinfer.engine.step import held_draft
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio
+from experiments.nano.parallel import each
 from experiments.nano.study import Study
 from experiments.nano.texts import Document, modules
 
@@ -75,14 +76,27 @@ def contexts(docs: Sequence[Document], count: int, prompt: int) -> list[tuple[st
 
 
 def write(
-    eng: Engine, prompts: Sequence[tuple[str, list[int]]], tokens: int, temperature: float
+    eng: Engine, prompts: Sequence[tuple[str, list[int]]], tokens: int, temperature: float,
+    jobs: int = 1,
+) -> list[Written]:  # fmt: skip
+    """Continue every (module, ids) by `tokens` tokens, in full batches. A prompt's seed is its
+    number."""
+    numbered = [(i, module, ids) for i, (module, ids) in enumerate(prompts)]
+    size = eng.settings.max_num_seqs
+    groups = [numbered[i : i + size] for i in range(0, len(numbered), size)]
+    found = each(lambda group: write_batch(eng, group, tokens, temperature), groups, jobs)
+    return [w for group in found for w in group]
+
+
+def write_batch(
+    eng: Engine, prompts: Sequence[tuple[int, str, list[int]]], tokens: int, temperature: float
 ) -> list[Written]:
-    """Continue every prompt by `tokens` tokens. Step by step, so that the confidences that a
-    request holds can be read before its draft is verified. Seeds are the prompts' numbers."""
+    """Continue every (seed, module, ids). Step by step, so that the confidences that a request
+    holds can be read before its draft is verified."""
     bos, eos, most = eng.config.bos_token_id, eng.config.eos_token_id, eng.config.max_draft
     numbers = {
-        eng.add([bos, *ids], max_tokens=tokens + most, temperature=temperature, seed=i): i
-        for i, (_, ids) in enumerate(prompts)
+        eng.add([bos, *ids], max_tokens=tokens + most, temperature=temperature, seed=seed): i
+        for i, (seed, _, ids) in enumerate(prompts)
     }
     steps: dict[int, list[Step]] = {r: [] for r in numbers}
     out: list[Written | None] = [None] * len(prompts)
@@ -96,8 +110,8 @@ def write(
                 steps[request].append(Step(start, after[request] - start, draft.confidence))
         for request, c in done.items():
             if c.error is not None:
-                raise RuntimeError(f"context {numbers[request]}: {c.error}") from c.error
-            module, all_steps = prompts[numbers[request]][0], steps[request]
+                raise RuntimeError(f"context {prompts[numbers[request]][0]}: {c.error}")
+            module, all_steps = prompts[numbers[request]][1], steps[request]
             if c.token_ids[-1] == eos and all_steps:
                 all_steps.pop()
             end = all_steps[-1].start + all_steps[-1].emitted if all_steps else 0
@@ -192,8 +206,8 @@ def run(eng: Engine, docs: Sequence[Document], study: Study) -> Runs:
     prompts = contexts(docs, study.sizes.contexts, study.sizes.prompt)
     with drafting(eng) as greedy, drafting(eng, "rejection") as sampled:
         return Runs(
-            write(greedy, prompts, study.sizes.written, 0.0),
-            write(sampled, prompts, study.sizes.written, 1.0),
+            write(greedy, prompts, study.sizes.written, 0.0, study.jobs),
+            write(sampled, prompts, study.sizes.written, 1.0, study.jobs),
         )
 
 

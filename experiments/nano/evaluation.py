@@ -19,7 +19,7 @@ from experiments.nano import fast
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, bits_per_byte, change, over_modules
 from experiments.nano.study import Study, load
-from experiments.nano.texts import Document, Logits, firsts, score, totals
+from experiments.nano.texts import Document, Logits, firsts, totals
 
 AGREE = 0.2  # percent of bits: paths further apart than this do not compute the same model
 
@@ -37,7 +37,7 @@ def uncached(eng: Engine) -> Logits:
 
 
 def chunked(eng: Engine, rows: int) -> Logits:
-    """Through the engine's cache, `rows` tokens a step: later steps read what earlier ones wrote."""
+    """Through the engine's cache, `rows` tokens a step: later ones read what earlier ones wrote."""
 
     def logits(ids: list[int]) -> Tensor:
         whole, rest = divmod(len(ids), rows)
@@ -82,14 +82,12 @@ def findings(study: Study, folder: str) -> Iterator[Finding]:
     ]
     if device != "cpu":
         paths.append(("training path compiled, float32", docs, lambda: training(eng, True)))
-    reference = [
-        score(chunked(eng, max(s.paths // 4, 1)), study.bos, [doc], s.paths)[0] for doc in docs
-    ]
+    reference = study.score(chunked(eng, max(s.paths // 4, 1)), docs, s.paths)
     rows = [_row("engine in chunks, float32", study, docs, reference, reference)]
     for name, which, make in paths:
         logits = make()
         before = [r for r, doc in zip(reference, docs) if any(doc is w for w in which)]
-        rows.append(_row(name, study, which, before, score(logits, study.bos, which, s.paths)))
+        rows.append(_row(name, study, which, before, study.score(logits, which, s.paths)))
     says = (
         "The same unquantised weights and tokens on paths that share little code: they must agree "
         f"within {AGREE} %. change_percent is against the first row on the same files; mean_dnats: "

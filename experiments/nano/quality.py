@@ -17,9 +17,10 @@ from deepinfer.engine.engine import Engine
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, bits_per_byte, change, over_modules, ratio, verdict
+from experiments.nano.parallel import each
 from experiments.nano.study import Study
 from experiments.nano.texts import (
-    Document, Scored, pieces, score, token_nats, totals, xz_shares,
+    Document, Scored, pieces, token_nats, totals, xz_shares,
 )  # fmt: skip
 
 
@@ -31,12 +32,14 @@ def findings(study: Study, stored: Sequence[Scored]) -> Iterator[Finding]:
     if plain is not None:
         yield rounding(study, stored, plain)
     yield by_position(study, stored)
-    windows = [halves(study.stored, study.bos, d, s.older) for d in study.heldout]
+    windows = each(
+        lambda doc: halves(study.stored, study.bos, doc, s.older), study.heldout, study.jobs
+    )
     cold, overlapped = [w[0] for w in windows], [w[1] for w in windows]
     yield older(study, cold, overlapped)
     yield more_context(study, stored, cold)
     yield headline(
-        study, "prose", study.prose, score(study.stored.logits, study.bos, study.prose, size),
+        study, "prose", study.prose, study.score(study.stored.logits, study.prose, size),
         control(study, study.prose, size),
     )  # fmt: skip
 
@@ -45,7 +48,7 @@ def control(study: Study, docs: Sequence[Document], size: int) -> list[Scored] |
     """The unquantised weights on the same path."""
     if study.unquantised is None:
         return None
-    return score(study.unquantised.logits, study.bos, docs, size)
+    return study.score(study.unquantised.logits, docs, size)
 
 
 def against_xz(docs: Sequence[Document], scored: Sequence[Scored]) -> Estimate:
@@ -103,7 +106,7 @@ def rounding(study: Study, stored: Sequence[Scored], plain: Sequence[Scored]) ->
 
 def _part_scores(study: Study, eng: Engine, fidelity: int) -> list[Scored]:
     with eng.with_(fidelity=fidelity) as other:
-        return score(other.logits, study.bos, study.part, study.sizes.part)
+        return study.score(other.logits, study.part, study.sizes.part)
 
 
 def _cost(what: str, before: Sequence[Scored], after: Sequence[Scored]) -> dict[str, object]:

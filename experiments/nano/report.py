@@ -1,6 +1,7 @@
 """Measure a nano checkpoint: every figure of its model card, as tables and JSON, by one command.
 
-    python -m experiments.nano.report --checkpoint STORED --unquantised BF16 --out results.json
+    python -m experiments.nano.report --checkpoint STORED --unquantised BF16 --out results.json \\
+        --jobs 2
 
 STORED: the checkpoint as it ships (FP8 and FP4 storage); BF16: the same weights unquantised, the
 control on the same paths. Both are loaded in float32 at fidelity 1. `--only` runs some sections.
@@ -21,7 +22,7 @@ from experiments.nano import (
 from experiments.nano.calibration import Observed
 from experiments.nano.findings import Finding, Report
 from experiments.nano.study import Sizes, Study, load
-from experiments.nano.texts import Document, documents, score
+from experiments.nano.texts import Document, documents
 
 SECTIONS = ("quality", "paths", "drafts", "calibration", "routing", "ablations")
 
@@ -39,6 +40,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
                    help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--jobs", type=int, default=1, help="processes over documents, on a CPU")
     p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
     p.add_argument("--texts", type=Path, nargs=3, metavar=("HELDOUT", "PROSE", "DEV"),
                    help="folders of text files instead of the package's own texts")  # fmt: skip
@@ -53,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = load(o.checkpoint, sizes, o.device)
         unquantised = load(o.unquantised, sizes, o.device)
         heldout, prose, dev = (documents(stored.tokenizer, t) for t in texts(o.texts, o.quick))
-        study = Study(stored, unquantised, heldout, prose, dev, sizes)
+        study = Study(stored, unquantised, heldout, prose, dev, sizes, o.jobs)
         facts = dict(vars(o), out=None, texts=bool(o.texts), checkpoint=None, unquantised=None,
                      second_seed=None, only=list(o.only), torch=torch.__version__,
                      stored=stored.fingerprint, bf16=unquantised.fingerprint)  # fmt: skip
         report = Report(o.out, facts)
-        where = f"{o.device}, {o.threads} thread(s), torch {torch.__version__}"
+        where = f"{o.device}, {o.jobs} job(s) of {o.threads} thread(s), torch {torch.__version__}"
         print(f"nano report: {study.said}; {where}")
         if o.quick:
             print("QUICK: small sizes, to try the command; the figures are not the model's.")
@@ -102,7 +104,7 @@ def measure(study: Study, report: Report, o: argparse.Namespace) -> None:
     scored, routed = [], []
     if want & {"quality", "routing"}:
         scored, routed = routing.scored_and_routed(
-            study.stored, study.bos, study.heldout, s.piece
+            study.stored, study.bos, study.heldout, s.piece, study.jobs
         )
     if "quality" in want:
         report.add("Quality", quality.findings(study, scored))
@@ -153,9 +155,9 @@ class Drafting:
     def without_markov(self) -> Iterator[Finding]:
         study, s = self.study, self.study.sizes
         prompts = drafts.contexts(study.heldout, s.contexts, s.prompt)
-        with ablations.markov(study.stored) as eng:  # type: ignore[attr-defined]
+        with ablations.markov(study.stored) as eng:
             with drafts.drafting(eng) as drafter:
-                greedy = drafts.write(drafter, prompts, s.written, 0.0)
+                greedy = drafts.write(drafter, prompts, s.written, 0.0, study.jobs)
             length = acceptance.mean_length(on_text(study, study.heldout)).value
         before, after = drafts.accepted(self.runs.greedy).value, drafts.accepted(greedy).value
         rows = [
@@ -172,7 +174,7 @@ class Drafting:
 def on_text(study: Study, docs: Sequence[Document]) -> list[acceptance.Acceptance]:
     s = study.sizes
     with drafts.drafting(study.stored) as eng:
-        return acceptance.measure(eng, study.bos, docs, s.piece, s.apart)
+        return acceptance.measure(eng, study.bos, docs, s.piece, s.apart, study.jobs)
 
 
 def observed(
@@ -189,9 +191,10 @@ def observed(
 def second_figures(folder: str, study: Study, device: str) -> dict[str, float | None]:
     """Headline figures of another checkpoint on the same texts."""
     other = Study(
-        load(folder, study.sizes, device), None, study.heldout, study.prose, study.dev, study.sizes
-    )
-    scored = score(other.stored.logits, other.bos, other.heldout, study.sizes.piece)
+        load(folder, study.sizes, device), None, study.heldout, study.prose, study.dev,
+        study.sizes, study.jobs,
+    )  # fmt: skip
+    scored = other.score(other.stored.logits, other.heldout, study.sizes.piece)
     mine = Drafting(other)
     list(mine.measure())
     return mine.figures(quality.against_xz(other.heldout, scored).value)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from deepinfer.engine.engine import Engine
 from experiments.nano.findings import Finding
+from experiments.nano.parallel import each
 from experiments.nano.study import Study
-from experiments.nano.texts import Document, Scored, score
+from experiments.nano.texts import Document, Scored, score_one
 
 PREFILL = 2048  # tokens of a prefill batch
 DECODE = 64  # sequences of a decode batch
@@ -47,23 +48,23 @@ class Watched:
         self._parts.append(torch.stack(each).to("cpu", torch.int16))
         return logits
 
-    def take(self, module: str) -> Routed:
-        """The choices since the last call, as one document's."""
-        parts, self._parts = self._parts, []
-        return Routed(module, torch.cat(parts, 1))
+    def routed(self, module: str) -> Routed:
+        """All choices so far, as one document's."""
+        return Routed(module, torch.cat(self._parts, 1))
 
 
 def scored_and_routed(
-    eng: Engine, bos: int, docs: Sequence[Document], size: int
+    eng: Engine, bos: int, docs: Sequence[Document], size: int, jobs: int = 1
 ) -> tuple[list[Scored], list[Routed]]:
     """One pass for two sections. The last token of a piece is scored and never read, so its routing
     is missing."""
-    watched, scored, routed = Watched(eng), [], []
-    for doc in docs:
-        if doc.ids:
-            scored += score(watched, bos, [doc], size)
-            routed.append(watched.take(doc.module))
-    return scored, routed
+
+    def of(doc: Document) -> tuple[Scored, Routed]:
+        watched = Watched(eng)
+        return score_one(watched, bos, doc, size), watched.routed(doc.module)
+
+    scored, routed = zip(*each(of, [doc for doc in docs if doc.ids], jobs))
+    return list(scored), list(routed)
 
 
 def load(ids: Tensor, experts: int) -> Tensor:
@@ -144,8 +145,8 @@ def findings(study: Study, routed: Sequence[Routed]) -> Iterator[Finding]:
     says = (
         "max/mean load over all layers: quantiles over (layer, batch) pairs. by_chance: the median "
         f"for random experts and as many tokens (at most {longest}), so what is above it is real "
-        f"skew. Documents have {int(lengths.min())} to {int(lengths.max())} tokens, half of them at most "
-        f"{int(lengths.median())}."
+        f"skew. Documents have {int(lengths.min())} to {int(lengths.max())} tokens, half of "
+        f"them at most {int(lengths.median())}."
     )
     yield Finding("routing.skew", says, study.table(rows, "skew of expert load"))
 

@@ -10,7 +10,7 @@ from typing import Any
 from deepinfer.engine.engine import Engine
 from deepinfer.measure import provenance
 from deepinfer.measure.table import Table
-from experiments.nano.texts import Document, Scored, firsts, modules, score
+from experiments.nano.texts import Document, Logits, Scored, firsts, modules, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class Study:
     prose: Sequence[Document]
     dev: Sequence[Document]
     sizes: Sizes
+    jobs: int = 1
 
     @property
     def bos(self) -> int:
@@ -60,7 +61,11 @@ class Study:
     @cached_property
     def part_scored(self) -> list[Scored]:
         """`part` under the stored model: the control of what is measured there."""
-        return score(self.stored.logits, self.bos, self.part, self.sizes.part)
+        return self.score(self.stored.logits, self.part, self.sizes.part)
+
+    def score(self, logits: Logits, docs: Sequence[Document], size: int) -> list[Scored]:
+        """Every token of the documents once, in cold pieces of at most `size` tokens."""
+        return score(logits, self.bos, docs, size, self.jobs)
 
     @property
     def said(self) -> str:

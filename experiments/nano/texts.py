@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepinfer.engine.text import byte_count
+from experiments.nano.parallel import each
 
 Logits = Callable[[list[int]], Tensor]  # ids of one cold sequence, bos first -> [t, v]
 
@@ -44,8 +45,8 @@ def documents(tokenizer: Any, texts: Sequence[str], module: str = "") -> list[Do
         data, spelt = text.encode(), byte_count(tokenizer, ids)
         if len(data) != spelt:
             raise ValueError(
-                f"text {i} has {len(data)} bytes, its {len(ids)} tokens spell {spelt}: bits per byte "
-                "need a tokenizer that loses nothing (byte-level, no normaliser)"
+                f"text {i} has {len(data)} bytes, its {len(ids)} tokens spell {spelt}: bits per "
+                "byte need a tokenizer that loses nothing (byte-level, no normaliser)"
             )
         found.append(Document(getattr(text, "module", f"{module}{i}"), tuple(ids), data))
     return found
@@ -94,22 +95,24 @@ def token_nats(logits: Logits, bos: int, ids: Sequence[int]) -> Tensor:
     return functional.cross_entropy(wide, target, reduction="none").double().cpu()
 
 
-def score(logits: Logits, bos: int, docs: Sequence[Document], size: int) -> list[Scored]:
-    """Every token of every document exactly once, in cold pieces of at most `size` tokens."""
-    out = []
-    for doc in docs:
-        cuts = list(pieces(len(doc.ids), size))
-        nats = [token_nats(logits, bos, doc.ids[a:b]) for a, b in cuts]
-        place = [torch.arange(b - a) for a, b in cuts]
-        length = [torch.full((b - a,), b - a) for a, b in cuts]
-        empty = torch.zeros(0)
-        out.append(
-            Scored(
-                doc.module, doc.nbytes, torch.cat([empty.double(), *nats]),
-                torch.cat([empty.long(), *place]), torch.cat([empty.long(), *length]),
-            )
-        )  # fmt: skip
-    return out
+def score_one(logits: Logits, bos: int, doc: Document, size: int) -> Scored:
+    """Every token of the document exactly once, in cold pieces of at most `size` tokens."""
+    cuts = list(pieces(len(doc.ids), size))
+    nats = [token_nats(logits, bos, doc.ids[a:b]) for a, b in cuts]
+    place = [torch.arange(b - a) for a, b in cuts]
+    length = [torch.full((b - a,), b - a) for a, b in cuts]
+    none = torch.zeros(0)
+    return Scored(
+        doc.module, doc.nbytes, torch.cat([none.double(), *nats]),
+        torch.cat([none.long(), *place]), torch.cat([none.long(), *length]),
+    )  # fmt: skip
+
+
+def score(
+    logits: Logits, bos: int, docs: Sequence[Document], size: int, jobs: int = 1
+) -> list[Scored]:
+    """`score_one` of every document."""
+    return each(lambda doc: score_one(logits, bos, doc, size), docs, jobs)
 
 
 def totals(scored: Sequence[Scored]) -> dict[str, tuple[float, int]]:
