@@ -18,6 +18,32 @@ def acc_dtype(x: torch.Tensor | torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, ids):
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        return rows[ids]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=acc_dtype(grad))
+        total.index_add_(0, ids.flatten(), grad.reshape(-1, *ctx.shape[1:]).to(total.dtype))
+        return total.to(ctx.dtype), None
+
+
+def taken(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """rows[ids]: rows "n ...", ids "..." of 0..n-1 -> "... ...".
+
+    Plain indexing sums its gradient in the rows' dtype, and on a GPU sorts the ids first. Here it
+    is summed in the accumulation dtype, without a sort: a row is often taken by thousands.
+    """
+    if rows.requires_grad and torch.is_grad_enabled():
+        return _Taken.apply(rows, ids)
+    return rows[ids]
+
+
 def round_activation(x: torch.Tensor, act: str | None) -> torch.Tensor:
     """Round x "... k" as a quantised matrix product would read it.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import formats
+from .numerics import taken
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Records:
             if not count:
                 return torch.zeros(*ids.shape, self.layout.dim, dtype=dtype, device=ids.device)
             return torch.where(there, self._read(ids.clamp(min=0), dtype), 0)
-        mine = own.to(dtype)[(ids - count).clamp(min=0)]
+        mine = taken(own.to(dtype), (ids - count).clamp(min=0))
         if not count:
             return torch.where(there, mine, 0)
         history = self._read(torch.where(ids < count, ids, 0).clamp(min=0), dtype)
@@ -133,7 +134,7 @@ class Records:
         stored = self.stored
         assert stored is not None  # callers have looked at count
         if not self.layout.packed:
-            return stored[ids].to(dtype)
+            return taken(stored, ids).to(dtype)
         if self.layout.token_interleaved:
             record = stored[ids]
         else:

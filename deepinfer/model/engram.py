@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer.config import ModelConfig
+from deepinfer.kernels.numerics import taken
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model.engram_hash import hash_constants
 from deepinfer.model.layers import Linear, Weight, frozen
@@ -51,7 +52,7 @@ class Engram(nn.Module):
         table_rows = ctx.see(f"{name}.rows", ctx.ops.engram_hash(history, *columns), rows.set)
         weight = self.embed.weight
         dtype = rows.streams.dtype
-        e = weight.rows(table_rows, dtype) if isinstance(weight, Quantised) else weight[table_rows]
+        e = weight.rows(table_rows, dtype) if isinstance(weight, Quantised) else taken(weight, table_rows)
         kv = self.wkv(e.flatten(1), ctx)
         key, value = kv[:, : m * d].reshape(t, m, d), kv[:, m * d :]
         return ctx.ops.engram_gate(

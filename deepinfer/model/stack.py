@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer.config import ModelConfig
+from deepinfer.kernels.numerics import taken
 from deepinfer.model import mhc
 from deepinfer.model.attention_layer import AttentionLayer
 from deepinfer.model.context import ForwardContext
@@ -127,7 +128,7 @@ class Model(nn.Module):
 
     def embed_rows(self, ids: Tensor) -> Tensor:
         """[t, m, d] streams: the embedding repeated."""
-        return self.embed.weight[ids][:, None].expand(-1, self.config.hc_mult, -1)
+        return taken(self.embed.weight, ids)[:, None].expand(-1, self.config.hc_mult, -1)
 
     def forward(self, ctx: ForwardContext) -> Output:
         batch = ctx.batch

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
+from deepinfer.model.context import ForwardContext
 from deepinfer.model.stack import Layer, Model
 from deepinfer.slots.protocols import RowSet
 
@@ -19,7 +20,7 @@ from . import fast, weights
 from .batches import Split, Stream, mixed, pieces
 from .config import Backbone
 from .log import Log
-from .muon import Optimiser, schedule
+from .muon import Optimiser, Rounding, schedule
 
 
 @dataclass
@@ -55,10 +56,13 @@ class Balance:
         self.gates = {layer.name + ".ffn": layer.ffn.gate for layer in layers}
         self.total = {n: torch.zeros_like(g.bias) for n, g in self.gates.items()}
 
+    def rate(self, done: float) -> float:
+        """The biases' step when a share `done` of the steps is behind us."""
+        return next(r for until, r in self.rates if done <= until)
+
     @torch.no_grad()
-    def step(self, chosen: dict[str, Tensor], done: float) -> None:
-        """chosen: {layer: ids "t k"}; done: the share of the steps behind us."""
-        rate = next(r for until, r in self.rates if done <= until)
+    def step(self, chosen: dict[str, Tensor], rate: float | Tensor) -> None:
+        """chosen: {layer: ids "t k"}."""
         for name, ids in chosen.items():
             gate = self.gates[name]
             load = expert_load(ids, gate.bias.shape[0])
@@ -75,15 +79,77 @@ class Balance:
         return float(max(high)), float(min(low))
 
 
+class Stepper:
+    """One training step; on an accelerator a captured graph of it, for a step is some ten thousand
+    small kernels that take longer to launch than to run.
+
+    `step(ids, phase, factor, bias_rate)` copies its arguments into fixed tensors, so that eager and
+    captured steps are the same code. Returns {name: value on the device}.
+    """
+
+    EAGER = 5  # steps before the capture: kernels are compiled and memory is laid out in them
+
+    def __init__(self, model: Model, recipe: Backbone, optimiser: Optimiser, balance: Balance,
+                 compiled: bool, capture: bool) -> None:
+        self.model, self.recipe, self.optimiser, self.balance = model, recipe, optimiser, balance
+        self.compiled, self.capture, self.done = compiled, capture, 0
+        self.weights = [w for g in (*optimiser.muon, *optimiser.adam) for w in g.weights]
+        r, device = recipe, model.device
+        self.ids = torch.zeros(r.rows, r.length + 1, dtype=torch.long, device=device)
+        self.phase = torch.zeros((), dtype=torch.long, device=device)
+        self.factor = torch.zeros((), device=device)
+        self.bias_rate = torch.zeros((), device=device)
+        self.constants: dict = {}
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.out: dict[str, Tensor] = {}
+
+    def step(
+        self, ids: Tensor, phase: int, factor: float, bias_rate: float, rounding: Rounding | None
+    ) -> dict[str, Tensor]:
+        self.ids.copy_(ids, non_blocking=True)
+        for held, value in ((self.phase, phase), (self.factor, factor), (self.bias_rate, bias_rate)):
+            held.fill_(value)
+        if self.capture and rounding is None and self.done >= self.EAGER:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.out = self._run(None)
+            self.graph.replay()
+        else:
+            self.graph = None
+            self.out = self._run(rounding)
+        self.done += 1
+        return self.out
+
+    def _run(self, rounding: Rounding | None) -> dict[str, Tensor]:
+        r = self.recipe
+        index_loss = fast.IndexLoss(r.index_every, r.index_random, self.phase)
+        tap = Training(r.dropout)
+        ctx = fast.context(
+            self.model.config, self.ids[:, :-1], tap=tap, index_loss=index_loss,
+            compiled=self.compiled, dtype=self.model.dtype, constants=self.constants,
+        )
+        loss = language_loss(self.model, self.ids, ctx)
+        self.constants = fast.constants_of(ctx)
+        index = torch.stack(list(index_loss.terms().values())).sum()
+        (loss + r.index_weight * index).backward()
+        self.balance.step(tap.load, self.bias_rate)
+        norm = self.optimiser.step(self.factor, rounding)
+        for w in self.weights:
+            w.grad = None
+        return {"nats": loss.detach(), "index_kl": index.detach(), "grad": norm}
+
+
 def train(
     model: Model, recipe: Backbone, data: dict[str, Split], *, seed: int, log: Log,
-    compiled: bool = False, stop_after: float | None = None,
+    compiled: bool = False, capture: bool = False, stop_after: float | None = None,
 ) -> dict[str, Tensor]:
     """Train the backbone of `model`; returns {the model's weight name: FP32 master}.
 
-    stop_after: seconds after which the stage ends wherever it is (the log says so).
+    compiled, capture: torch.compile and a CUDA graph, for an accelerator. stop_after: seconds after
+    which the stage ends wherever it is (the log says so).
     """
-    r, config, device = recipe, model.config, model.device
+    r = recipe
     torch.manual_seed(seed)
     trained = {
         n: p for n, p in model.named_parameters()
@@ -96,34 +162,28 @@ def train(
         {"attn_sink": r.sink_rate}, r.clip,
     )
     streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]
-    shares = [r.library_share, 1 - r.library_share]
     balance = Balance(model.layers, r.bias_rates)
-    stored = weights.rounding(config)
+    stepper = Stepper(model, r, optimiser, balance, compiled, capture)
+    stored = weights.rounding(model.config)
     phases = np.random.default_rng(seed)
     began = last = time.perf_counter()
     for step in range(r.steps):
-        ids = mixed(streams, shares, r.rows, r.length + 1)
-        ids = torch.from_numpy(ids).to(device, non_blocking=True)
-        index_loss = fast.IndexLoss(r.index_every, r.index_random, int(phases.integers(r.index_every)))
-        tap = Training(r.dropout)
-        loss, terms = losses(model, ids, tap, index_loss, compiled)
-        (loss + r.index_weight * sum(terms.values())).backward()
-        balance.step(tap.load, (step + 1) / r.steps)
-        rounded = stored if step >= r.rounded_from * r.steps else None
+        done = (step + 1) / r.steps
+        share = next(share for until, share in r.library_shares if done <= until)
+        ids = torch.from_numpy(mixed(streams, [share, 1 - share], r.rows, r.length + 1))
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
-        norm = optimiser.step(factor, rounded)
-        for p in trained.values():
-            p.grad = None
+        rounding = stored if step >= r.rounded_from * r.steps else None
+        phase = int(phases.integers(r.index_every))
+        found = stepper.step(ids, phase, factor, balance.rate(done), rounding)
         late = stop_after is not None and time.perf_counter() - began > stop_after
         if step % 20 == 19 or step + 1 == r.steps or late:
             high, low = balance.worst()
-            loss = loss.item()  # waits for the device, so the clock below is honest
+            numbers = {k: x.item() for k, x in found.items()}  # waits, so the clock is honest
             now = time.perf_counter()
-            per_second = (20 if step % 20 == 19 else step % 20 + 1) * r.rows * r.length / (now - last)
+            per_second = (step % 20 + 1) * r.rows * r.length / (now - last)
             last = now
             log.row(
-                stage="backbone", step=step + 1, seconds=now - began, nats=loss,
-                index_kl=sum(x.item() for x in terms.values()), grad=norm.item(), rate=factor,
+                stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor,
                 max_load=high, min_load=low, tokens_per_second=per_second,
                 library_epochs=streams[0].epoch, tests_epochs=streams[1].epoch,
             )
@@ -140,16 +200,9 @@ def train(
     return {**held, **masters}
 
 
-def losses(
-    model: Model, ids: Tensor, tap: Training | None, index_loss: fast.IndexLoss | None, compiled: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(mean nats a token of ids [b, t+1] given those before, {layer: KL of its indexer})."""
-    context = fast.context(
-        model.config, ids[:, :-1], tap=tap, index_loss=index_loss, compiled=compiled, dtype=model.dtype
-    )
-    logits = model(context).logits
-    loss = F.cross_entropy(logits, ids[:, 1:].flatten())
-    return loss, {} if index_loss is None else index_loss.terms()
+def language_loss(model: Model, ids: Tensor, ctx: ForwardContext) -> Tensor:
+    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1]."""
+    return F.cross_entropy(model(ctx).logits, ids[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -158,7 +211,8 @@ def evaluate(model: Model, split: Split, recipe: Backbone, compiled: bool) -> di
     ids = torch.from_numpy(pieces(split, recipe.length + 1)).to(model.device)
     total, count = 0.0, 0
     for part in ids.split(recipe.rows):
-        loss, _ = losses(model, part, None, None, compiled and len(part) == recipe.rows)
-        total += loss.item() * len(part)
+        full = compiled and len(part) == recipe.rows
+        ctx = fast.context(model.config, part[:, :-1], compiled=full, dtype=model.dtype)
+        total += language_loss(model, part, ctx).item() * len(part)
         count += len(part)
     return {"nats": total / max(count, 1), "pieces": count}

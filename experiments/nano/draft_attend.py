@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.numerics import acc_dtype
+from deepinfer.kernels.numerics import acc_dtype, taken
 from deepinfer.slots.attention.csa2 import CSA2
 from deepinfer.slots.protocols import AttnPlan, LayerInfo, Selected
-from experiments.nano.fast import Take, fused
+from experiments.nano.fast import fused, spread
 
 
 class DraftBlocks(CSA2):
@@ -28,7 +28,7 @@ class DraftBlocks(CSA2):
     ) -> Tensor:
         n, window = self.n, kv.window
         places = plan.window_ids.unflatten(0, (-1, n))[:, 0, :-n]  # the block's own rows come last
-        held = Take.apply(window.stored, places.clamp(min=0))
+        held = taken(window.stored, spread(places, len(window.stored)))
         look = fused(attend_blocks) if self.compiled else attend_blocks
         return look(q, held, window.own, places < 0, layer.sink, layer.scale)
 

@@ -48,7 +48,7 @@ def train(
         slots = _slots(model, ids, r, first, random, compiled, tap)
         draft_loss.loss(slots).backward()
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
-        balance.step(tap.load, (step + 1) / r.steps)
+        balance.step(tap.load, balance.rate((step + 1) / r.steps))
         norm = optimiser.step(factor, stored if step >= r.rounded_from * r.steps else None)
         for p in trained.values():
             p.grad = None
@@ -58,7 +58,7 @@ def train(
             now = time.perf_counter()
             log.row(
                 stage="drafter", step=step + 1, seconds=now - began, rate=factor, grad=norm.item(),
-                written=first > 0, seconds_a_step=(now - last) / 20, max_load=balance.worst()[0], **_short(found),
+                written=first > 0, seconds_a_step=(now - last) / (step % 20 + 1), max_load=balance.worst()[0], **_short(found),
             )
             last = now
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepinfer import kernels
 from deepinfer.config import ModelConfig
-from deepinfer.kernels.numerics import acc_dtype
+from deepinfer.kernels.numerics import acc_dtype, taken
 from deepinfer.kernels.swiglu.reference import swiglu
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.attention.csa2 import CSA2, outside
@@ -61,18 +61,26 @@ def without_logits(batch: Batch) -> Batch:
 def context(
     config: ModelConfig, ids: Tensor, *, fidelity: int = 1, tap: Tap | None = None,
     index_loss: IndexLoss | None = None, compiled: bool = False, dtype: torch.dtype | None = None,
+    constants: dict | None = None,
 ) -> ForwardContext:
     """The forward of whole sequences ids [b, t] through the batched slots, without a cache.
 
     index_loss: collects the indexer's loss of this forward. compiled: fuse the elementwise work of
-    attention and experts with torch.compile (worth its start on an accelerator).
+    attention and experts with torch.compile (worth its start on an accelerator). constants: of an
+    earlier context of this model (`constants_of`), so that none is copied to the device again.
     """
     info = EngineInfo(config, ids.device, dtype or torch.float32, ids.shape[0])
     attention = BatchedCSA2(tuple(ids.shape), index_loss, compiled).start(info)
     return ForwardContext(
         config=config, batch=batch_of(ids, config), ops=kernels.bind(), attention=attention,
         experts=DenseExperts(compiled).start(info), fidelity=fidelity, tap=tap,
+        _shared=dict(constants or {}),
     )
+
+
+def constants_of(ctx: ForwardContext) -> dict:
+    """What a forward that has run shared between layers and depends on the model alone."""
+    return {k: x for k, x in ctx._shared.items() if k[0] == "frequencies" or k[-1] == "hash"}
 
 
 @lru_cache(maxsize=None)
@@ -144,27 +152,15 @@ class BatchedCSA2(CSA2):
     def _gather(self, rows: Tensor, places: Tensor) -> Tensor:
         """[t, k, d] entries of a selection, gathered once for all the layers that use it."""
         if self._gathered is None or self._gathered[0] is not places:
-            self._gathered = (places, Take.apply(rows, places.clamp(min=0)))
+            self._gathered = (places, taken(rows, spread(places, len(rows))))
         return self._gathered[1]
 
 
-class Take(torch.autograd.Function):
-    """rows[ids] whose gradient is summed in FP32 (FP64), also for BF16 rows: an entry is picked by
-    hundreds of queries."""
-
-    @staticmethod
-    def forward(ctx, rows, ids):
-        ctx.save_for_backward(ids)
-        ctx.shape, ctx.dtype = rows.shape, rows.dtype
-        return rows[ids]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
-        wide = acc_dtype(grad)
-        total = torch.zeros(ctx.shape, dtype=wide, device=grad.device)
-        total.index_add_(0, ids.flatten(), grad.flatten(0, 1).to(wide))
-        return total.to(ctx.dtype), None
+def spread(ids: Tensor, n: int) -> Tensor:
+    """ids with each -1 replaced by some row of 0..n-1: what is there is masked, and rows that many
+    queries do not want must not all be the same one, where their (zero) gradients would queue."""
+    other = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % n
+    return torch.where(ids < 0, other, ids)
 
 
 def attend_whole(
@@ -255,7 +251,7 @@ class IndexLoss:
 
     every: int
     random: int
-    phase: int = 0
+    phase: int | Tensor = 0  # below `every`
     sources: list[dict[str, Any]] = field(default_factory=list)
 
     def start(
@@ -263,7 +259,7 @@ class IndexLoss:
     ) -> None:
         """A new index source: fix the set of entries of each sampled row and score it, with
         gradient. keys "b n d", ids "b*t k" the picks, hidden "b*t n" what may not be picked."""
-        at = torch.arange(self.phase, len(ids), self.every, device=ids.device)
+        at = torch.arange(0, len(ids), self.every, device=ids.device) + self.phase
         owner = at // t
         picked, hidden = ids[at], hidden[at]
         n = hidden.shape[1]
@@ -272,8 +268,8 @@ class IndexLoss:
         twice = twice | (other[:, :, None] == other[:, None]).tril(-1).any(2)
         other = other.masked_fill(hidden.gather(1, other) | twice, -1)
         entries = torch.cat([picked, other], 1)
-        chosen = keys.flatten(0, 1)[owner[:, None] * n + entries.clamp(min=0)]
-        query, weights = index.query[at], index.weights[at]
+        chosen = taken(keys.flatten(0, 1), owner[:, None] * n + spread(entries, n))
+        query, weights = taken(index.query, at), taken(index.weights, at)
         scores = weighted(query @ chosen.mT, weights).masked_fill(entries < 0, -torch.inf)
         # own rows: entry j of a sequence lies where its last token does
         last = other.clamp(min=0) * layer.ratio + layer.ratio - 1

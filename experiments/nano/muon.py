@@ -54,7 +54,9 @@ class Optimiser:
         self, weights: dict[str, Tensor], muon: Callable[[str], bool], rates: tuple[float, float],
         decay: float, special: dict[str, float] | None = None, clip: float = 1.0,
     ) -> None:
-        self.decay, self.clip, self.steps = decay, clip, 0
+        self.decay, self.clip = decay, clip
+        device = next(iter(weights.values())).device
+        self.steps = torch.zeros((), device=device)  # a tensor, as is the scale: no value is baked
         special = special or {}
         stacks: dict[tuple, list[str]] = defaultdict(list)
         for name, w in weights.items():
@@ -71,9 +73,10 @@ class Optimiser:
             (self.muon if is_muon else self.adam).append(group)
 
     @torch.no_grad()
-    def step(self, scale: float, rounding: Rounding | None = None) -> Tensor:
+    def step(self, scale: float | Tensor, rounding: Rounding | None = None) -> Tensor:
         """One step at `scale` times the rates. rounding(name, master): what the model computes with
-        (None: the master in the weight's dtype). Returns the norm of AdamW's gradient."""
+        (None: the master in the weight's dtype). Returns the norm of AdamW's gradient. Nothing waits
+        for the device, and without a rounding a step can be captured in a graph."""
         self.steps += 1
         grads = [stack([w.grad for w in g.weights], g.master.shape[1:]) for g in self.adam]
         norm = torch.stack([x.square().sum() for x in grads]).sum().sqrt()
@@ -95,29 +98,30 @@ class Optimiser:
                 out[name] = part.reshape(w.shape)
         return out
 
-    def _muon(self, group: Group, g: Tensor, scale: float, momentum: float = 0.95) -> None:
+    def _muon(self, group: Group, g: Tensor, scale: float | Tensor, momentum: float = 0.95) -> None:
         group.first.mul_(momentum).add_(g)
         update = orthogonalised(g.add(group.first, alpha=momentum))
         rate = group.rate * scale
         size = 0.2 * max(g.shape[-2:]) ** 0.5
-        group.master.mul_(1 - rate * self.decay).add_(update, alpha=-rate * size)
+        group.master.mul_(1 - rate * self.decay).sub_(update * (rate * size))
 
-    def _adam(self, group: Group, g: Tensor, scale: float) -> None:
+    def _adam(self, group: Group, g: Tensor, scale: float | Tensor) -> None:
         b1, b2, eps = 0.9, 0.95, 1e-10
         group.first.lerp_(g, 1 - b1)
         group.second.lerp_(g.square(), 1 - b2)
         first = group.first / (1 - b1**self.steps)
         second = group.second / (1 - b2**self.steps)
-        group.master.addcdiv_(first, second.sqrt().add_(eps), value=-group.rate * scale)
+        group.master.sub_(first / second.sqrt().add_(eps) * (group.rate * scale))
 
     def _parts(self, group: Group) -> Iterable[Tensor]:
         sizes = [w.numel() // group.master[0].numel() for w in group.weights]
         return group.master.split(sizes)
 
     def _write(self, group: Group, rounding: Rounding | None) -> None:
-        for name, w, part in zip(group.names, group.weights, self._parts(group)):
-            value = part.view(w.shape)
-            w.copy_(value if rounding is None else rounding(name, value))
+        values = [part.view(w.shape) for w, part in zip(group.weights, self._parts(group))]
+        if rounding is not None:
+            values = [rounding(name, value) for name, value in zip(group.names, values)]
+        torch._foreach_copy_(group.weights, values)
 
 
 def stack(tensors: list[Tensor], shape) -> Tensor:

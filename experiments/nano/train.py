@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     args.compiled = args.device == "cuda" and not args.eager
+    args.capture = args.compiled and not args.launch
     if args.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
     {"backbone": run_backbone, "drafter": run_drafter, "paths": run_paths, "bench": run_bench}[
@@ -53,7 +54,7 @@ def run_backbone(args) -> None:
     began = time.perf_counter()
     held = backbone.train(
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
-        stop_after=args.seconds,
+        capture=args.capture, stop_after=args.seconds,
     )
     weights.write_both(args.out, config, weights.official(config, held), tokenizer)
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
@@ -103,7 +104,9 @@ def run_bench(args) -> None:
     tokenizer, data = _data(args.work)
     config = nano_config(tokenizer)
     model = weights.model_from(config, weights.initial(config, 0), tokenizer, args.dtype, args.device)
-    backbone.train(model, recipe, data, seed=0, log=Log(), compiled=args.compiled)
+    backbone.train(
+        model, recipe, data, seed=0, log=Log(), compiled=args.compiled, capture=args.capture
+    )
     if args.device == "cuda":
         with torch.profiler.profile() as profile:
             backbone.train(
@@ -137,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--work", default=WORK, help="folder of corpus.npz and tokenizer.json")
     parser.add_argument("--eager", action="store_true", help="no torch.compile on an accelerator")
+    parser.add_argument("--launch", action="store_true", help="no captured graph of a step")
     stages = parser.add_subparsers(dest="stage", required=True)
     for name in ("backbone", "drafter"):
         p = stages.add_parser(name)

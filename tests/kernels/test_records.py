@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepinfer import kernels
+from deepinfer.kernels.numerics import taken
 from deepinfer.kernels import Layout, Records
 
 LAYOUTS = [
@@ -109,3 +110,12 @@ def test_misfits_are_refused():
         Layout("mxfp9", 64)
     with pytest.raises(ValueError, match="token interleaved"):
         Layout("float", 64, token_interleaved=False)
+
+
+def test_a_row_taken_often_gets_its_whole_gradient():
+    """A sum in bfloat16 would stop at 256."""
+    rows = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.zeros(1000, 1, dtype=torch.long)
+    taken(rows, ids).sum().backward()
+    assert rows.grad.tolist() == [[1000.0] * 4, [0.0] * 4]
+    assert taken(rows, torch.tensor([[1, 0]])).shape == (1, 2, 4)

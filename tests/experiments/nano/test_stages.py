@@ -55,7 +55,7 @@ def test_the_backbone_learns_the_text(stages):
 
 def test_the_drafter_learns_the_target(stages):
     dev = [row for row in stages[1] if row["stage"] == "dev" and "accepted" in row]
-    assert dev[-1]["loss"] < 0.9 * dev[0]["loss"]
+    assert dev[-1]["loss"] < dev[0]["loss"] < 1.6  # untrained: about 2.2
     assert dev[-1]["as_target"][0] > 0.2  # chance is 1 in 20
 
 
@@ -133,11 +133,11 @@ def test_balance_lifts_the_idle_and_lowers_the_busy():
     model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
     balance = backbone.Balance(model.layers, ((0.5, 0.25), (1.0, 0.0)))
     ids = torch.tensor([[0, 1], [0, 1], [0, 2]])
-    balance.step({"layers.3.ffn": ids}, 0.5)
+    balance.step({"layers.3.ffn": ids}, balance.rate(0.5))
     bias = model.layers[3].ffn.gate.bias
     assert bias[0] == -0.25 and bias[7] == 0.25
     assert torch.equal(model.layers[3].ffn.gate.bias_vl, bias)
-    balance.step({"layers.3.ffn": ids}, 0.6)
+    balance.step({"layers.3.ffn": ids}, balance.rate(0.6))
     assert bias[0] == -0.25
 
 
