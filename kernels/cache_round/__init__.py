@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..registry import Op, register
-from . import bits
+from . import bits, fused_gpu
 from .reference import cache_round
 
 __all__ = ["OP", "cache_round"]
@@ -29,4 +30,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(cache_round)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.cache_round)
 OP.implement("bits", batch_invariant=True, supports=bits.supports)(bits.cache_round)
