@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..registry import Op, register
-from . import fused
+from . import fused, fused_gpu
 from .reference import rms_norm
 
 __all__ = ["OP", "rms_norm"]
@@ -27,4 +28,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rms_norm)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.rms_norm)
 OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.rms_norm)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..registry import Op, register
-from . import complex_product
+from . import complex_product, fused_gpu
 from .reference import rope
 
 __all__ = ["OP", "rope"]
@@ -36,6 +37,9 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rope)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.rope)
 OP.implement("complex", batch_invariant=False, supports=complex_product.supports)(
     complex_product.rope
 )
