@@ -29,6 +29,7 @@ __all__ = ["Checkpoint", "CheckpointError"]
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("BF16", "F32")  # either is read for a float weight; both widen exactly
 _KINDS = {"fp8": "fp8", "table": "fp8", "fp4": "fp4"}
+_AT_ONCE = 1 << 22  # parameters of experts widened in one go: small ones are many calls, one by one
 
 
 class Checkpoint:
@@ -123,19 +124,28 @@ class Checkpoint:
         """
         parts = names.expert_names(self.weights, prefix, matrix, experts)
         first = self._weight(parts[0])
-        if first.storage not in _KINDS or dtype is not None:
-            return self._stack(first.shape, dtype, parts)
+        if first.storage in _KINDS and dtype is None:
+            return self._codes(parts)
+        stacked = torch.empty(len(parts), *first.shape, dtype=dtype or self.read(parts[0]).dtype)
+        many = max(1, _AT_ONCE // first.parameters) if first.storage in _KINDS else 1
+        for start in range(0, len(parts), many):
+            group = parts[start : start + many]
+            if len(group) > 1:
+                stacked[start : start + many] = self._codes(group).dequantise(stacked.dtype)
+            else:
+                stacked[start] = self.read(group[0], stacked.dtype)
+        return stacked
+
+    def _codes(self, parts: list[str]) -> Quantised:
+        """Matrices of one shape, stacked as they are stored."""
         data = torch.stack([self._tensor(part) for part in parts])
         scales = [self._tensor(scale_name(part)).view(torch.uint8) for part in parts]
-        return self._quantised(first, data, torch.stack(scales))
-
-    def _stack(self, shape, dtype: torch.dtype | None, parts: list[str]) -> Tensor:
-        first = self.read(parts[0], dtype)
-        stacked = torch.empty(len(parts), *shape, dtype=first.dtype)
-        stacked[0] = first
-        for place, part in enumerate(parts[1:], 1):
-            stacked[place] = self.read(part, dtype)
-        return stacked
+        try:
+            return self._quantised(self._weight(parts[0]), data, torch.stack(scales))
+        except CheckpointError:
+            for part in parts:  # which of them it is
+                self.read(part)
+            raise
 
     def _quantised(self, weight: Weight, data: Tensor, scale: Tensor) -> Quantised:
         kind = _KINDS[weight.storage]
