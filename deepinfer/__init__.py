@@ -1,8 +1,8 @@
 """deepinfer: DeepInfer as a research framework.
 
     import deepinfer as di
-    eng = di.Engine.tiny(seed=0)
-    eng.generate("The walk of a token", max_tokens=8)
+    eng = di.Engine.nano()  # a small model, trained on Python
+    eng.generate("def read(path):", max_tokens=32, seed=0)
 
 Every public name is listed in `__init__.pyi`, which editors and type checkers read. At run time a
 name is imported when it is first used, so that `import deepinfer` costs nothing and loads neither

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
@@ -64,7 +65,7 @@ class StreamedToken:
 
 
 class Engine:
-    """One model, six slots, one cache. Make it with from_pretrained or tiny, not by hand.
+    """One model, six slots, one cache. Make it with nano, tiny or from_pretrained, not by hand.
 
     Engines made by `with_` share weights and tokenizer, nothing else. Usable as a context manager;
     close() frees the cache and is idempotent.
@@ -102,25 +103,47 @@ class Engine:
         before memory is taken. Raises CheckpointError naming file and tensor, MemoryError, ValueError.
         """
         from deepinfer.checkpoint.hub import locate
+
+        return cls._from_folder(lambda: locate(path, download=download), str(path), settings)
+
+    @classmethod
+    @completes(Changes, Settings)
+    def nano(cls, **settings: Unpack[Settings]) -> Engine:
+        """The small model that ships with the package: every mechanism of the release, really trained.
+
+        24 M parameters and a drafter, trained on Python's standard library, read from its FP8 and FP4
+        storage in a second. Settings and errors as of `from_pretrained`; FileNotFoundError where the
+        weights did not come with the package. It completes Python, and its acceptance rates, routing
+        and approximation errors mean something; `di.data.heldout()` are texts it was not trained on.
+        """
+        from deepinfer.checkpoint.nano import folder
+
+        return cls._from_folder(folder, "nano", settings)
+
+    @classmethod
+    def _from_folder(cls, find: Callable[[], Path], source: str, given: Any) -> Engine:
+        """Load the official checkpoint in the folder that `find` names, asked once the settings are
+        known to be good."""
         from deepinfer.checkpoint.reader import Checkpoint
 
-        config, slots = split_settings(settings)
+        config, slots = split_settings(given)
         device, dtype = placement(config)
         slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
-        checkpoint = Checkpoint.open(locate(path, download=download))
+        checkpoint = Checkpoint.open(find())
         parts = weights.weight_bytes(checkpoint.config, dtype, config.keep_quantised)
         parts |= cache_bytes(checkpoint.config, config, slots, dtype, device)
         remedy = "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
-        weights.require(f"{path} in {dtype}", parts, device, remedy)
+        weights.require(f"{source} in {dtype}", parts, device, remedy)
         loaded = weights.from_checkpoint(
-            checkpoint, dtype=dtype, device=device, source=str(path), keep_quantised=config.keep_quantised
+            checkpoint, dtype=dtype, device=device, source=source, keep_quantised=config.keep_quantised
         )
         return cls(loaded, config, slots)
 
     @classmethod
     @completes(Changes, Settings)
     def tiny(cls, seed: int = 0, **settings: Unpack[Settings]) -> Engine:
-        """Random weights from a seed, every code path of the release, made in about a second."""
+        """Random weights from a seed, every code path of the release, made in about a second. For tests:
+        what it writes is noise; `nano` is trained."""
         from deepinfer.checkpoint.memory import MemoryCheckpoint
         from deepinfer.checkpoint.tiny import tiny_state
 
@@ -154,7 +177,7 @@ class Engine:
 
     @property
     def source(self) -> str:
-        """Where the weights came from: a path as it was given, or 'tiny(seed=0)'."""
+        """Where the weights came from: a path as it was given, 'nano' or 'tiny(seed=0)'."""
         return self._shared.source
 
     @property

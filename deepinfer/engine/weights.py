@@ -27,7 +27,8 @@ WHOLE = 64 << 20
 @dataclass(frozen=True)
 class Weights:
     """Shared by an engine and everything `with_` makes of it. fingerprint: hex digest of config and
-    content (of files over 64 MiB: size, first and last MiB); source: a folder, or 'tiny(seed=0)'."""
+    content (of files over 64 MiB: size, first and last MiB); source: a folder, 'nano' or
+    'tiny(seed=0)'."""
 
     model: Model
     tokenizer: Tokenizer | None
