@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import gpu
 from ..cases import normal
 from ..registry import Op, register
-from . import tiles
+from . import fused_gpu, tiles
 from .reference import engram_gate
 
 __all__ = ["OP", "engram_gate"]
@@ -37,4 +38,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(engram_gate)
+OP.implement(
+    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
+)(fused_gpu.engram_gate)
 OP.implement("tiles", batch_invariant=True, late=True)(tiles.engram_gate)
