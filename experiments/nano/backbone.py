@@ -115,8 +115,14 @@ class Stepper:
                 with torch.cuda.graph(self.graph):
                     self.out = self._run(None)
             self.graph.replay()
-        else:
+        elif self.capture:
             self.graph = None
+            side = torch.cuda.Stream()  # as the capture will, so that memory is laid out alike
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.out = self._run(rounding)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
             self.out = self._run(rounding)
         self.done += 1
         return self.out
