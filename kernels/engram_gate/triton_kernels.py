@@ -7,14 +7,14 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def _gate(s, k, weight, eps, D: tl.constexpr, SCALE: tl.constexpr, CLAMP: tl.constexpr):
-    """dot, gate and the two inverse norms, each "m"."""
+    """dot, gate, 1 - gate and the two inverse norms, each "m"."""
     of_s = tl.rsqrt(tl.sum(s * s, axis=1) / D + eps)
     of_k = tl.rsqrt(tl.sum(k * k, axis=1) / D + eps)
     dot = tl.sum(s * weight * k, axis=1) * (of_s * of_k) * SCALE
     size = tl.abs(dot)
     root = tl.sqrt(tl.where(size < CLAMP, CLAMP, size))  # a NaN stays one
-    gate = tl.sigmoid(tl.where(dot > 0, root, tl.where(dot < 0, -root, 0 * root)))
-    return dot, gate, of_s, of_k
+    z = tl.where(dot > 0, root, tl.where(dot < 0, -root, 0 * root))
+    return dot, tl.sigmoid(z), tl.sigmoid(-z), of_s, of_k
 
 
 @triton.jit(do_not_specialize=["t", "ROWS"])
@@ -36,7 +36,7 @@ def forward(streams, key, value, q_weight, k_weight, dead, out, key_step, value_
         s = tl.load(streams + here, mask=mask, other=0.0).to(tl.float32)
         k = tl.load(key + row * key_step + at, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(value + row * value_step + col, mask=of_value, other=0.0).to(tl.float32)
-        _, gate, _, _ = _gate(s, k, weight, eps, D, SCALE, CLAMP)
+        _, gate, _, _, _ = _gate(s, k, weight, eps, D, SCALE, CLAMP)
         result = s + gate[:, None] * v[None, :]
         if dead is not None:
             result = tl.where(tl.load(dead + row), s, result)
@@ -74,13 +74,13 @@ def backward(grad, streams, key, value, q_weight, k_weight, dead, d_streams, d_k
         s = tl.load(streams + here, mask=used, other=0.0).to(tl.float32)
         k = tl.load(key + row * key_step + at, mask=used, other=0.0).to(tl.float32)
         v = tl.load(value + row * value_step + col, mask=of_value, other=0.0).to(tl.float32)
-        dot, gate, of_s, of_k = _gate(s, k, weight, eps, D, SCALE, CLAMP)
+        dot, gate, shut, of_s, of_k = _gate(s, k, weight, eps, D, SCALE, CLAMP)
         tl.store(d_value + row * D + col, tl.sum(gate[:, None] * g, axis=0), mask=of_value)
 
         # gate = sigmoid(sign(dot) sqrt(|dot|)); where |dot| is clamped nothing depends on it
         size = tl.abs(dot)
         slope = tl.where(size < CLAMP, 0.0, 0.5 / tl.sqrt(tl.where(size < CLAMP, CLAMP, size)))
-        h = tl.sum(g * v[None, :], axis=1) * gate * (1 - gate) * slope
+        h = tl.sum(g * v[None, :], axis=1) * gate * shut * slope
         by = (h * (of_s * of_k) * SCALE)[:, None]
         back = h * dot / D
         d_s = whole + by * weight * k - (back * of_s * of_s)[:, None] * s

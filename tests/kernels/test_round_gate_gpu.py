@@ -69,9 +69,10 @@ def hard_numbers(kind):
     if kind == "subnormal":
         return normal * 1e-40
     if kind == "ties":  # halfway values and scales, and their neighbours
-        x = torch.randint(-32, 33, (128, 64), generator=g) / 16 * 6 * power(-12, 8)
-        near = torch.randint(-1, 2, x.shape, generator=g).to(torch.int32)
-        return (x.view(torch.int32) + near).view(torch.float32)
+        top = torch.randint(16, 33, (128, 1), generator=g)
+        x = torch.randint(-32, 33, (128, 64), generator=g).clamp(-top, top) / 16 * 6 * power(-12, 8)
+        near = torch.randint(-1, 2, (128, 1), generator=g) * (x != 0)
+        return (x.view(torch.int32) + near.to(torch.int32)).view(torch.float32)
     normal[3], normal[7] = 0, -0.0
     normal[5, 3], normal[6, 40], normal[8, 0] = torch.nan, torch.inf, -torch.inf
     return normal
