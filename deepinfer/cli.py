@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,12 @@ if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
     from deepinfer.engine.request import Completion
 
-PROMPTS = ("The walk of a token begins", "A cache remembers")
-DRAFTS = 3
 MOST_THREADS = 1024  # torch starts as many as it is told to, whatever the machine has
 RELEASE = "v41-flash"  # the released architecture, known without a checkpoint
+NAMED = {  # models that are words, and what standard error says of them
+    "nano": "the trained model of this package; it completes Python",
+    "tiny": "random weights; its text is noise",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,59 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """A tiny checkpoint is written, loaded through the official format, and generates."""
-    from deepinfer.display.numbers import counted
+    """The trained nano model completes Python that it has never seen, with drafts and without."""
+    from deepinfer import demo as shown
 
     threads = _threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="deepinfer-") as folder:
-        facts, plain, drafted = _demo(Path(folder) / "tiny", args)
-    facts["threads"] = threads
+    found = shown.run(device=args.device, max_tokens=args.max_tokens, seed=args.seed)
     if args.json:
-        _dump(facts | {"completions": _plain(plain, PROMPTS)})
-        return 0
-    seconds = facts["seconds"]
-    print(
-        "A tiny checkpoint: random weights, so its text is noise, but every mechanism runs.\n"
-        f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, written in "
-        f"{seconds['write']:.2f} s and loaded through the official format in "
-        f"{seconds['load']:.2f} s.\n"
-    )
-    for prompt, completion in zip(PROMPTS, plain, strict=True):
-        print(f"prompt: {prompt}\n{completion}\n")
-    same = [c.token_ids for c in plain] == [c.token_ids for c in drafted]
-    print(f"The first one again, with {DRAFTS} drafts a step: where each token came from")
-    print(f"{drafted[0].table().to_text()}\n")
-    print(f"steps: {facts['steps']} without drafts, {facts['drafted_steps']} with", end=", ")
-    print("and the same tokens" if same else "tokens differ (a near-tie in float32)")
-    rate = facts["tokens"] / seconds["generate"]
-    made = counted(facts["tokens"], "token")
-    print(f"{made} in {seconds['generate']:.2f} s: {rate:.0f} tokens/s", end=", ")
-    print(counted(threads, "thread"))
+        begun = [found.prompt] * len(found.plain)
+        _dump(found.facts() | {"threads": threads, "completions": _plain(found.plain, begun)})
+    else:
+        print(shown.said(found, threads))
     return 0
-
-
-def _demo(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], Any, Any]:
-    """What `demo` measured, and what was generated without and with drafts."""
-    import deepinfer as di
-
-    seconds = {"write": _timed(lambda: _make_tiny(path, args.seed))[1]}
-    sizes = [p.stat().st_size for p in path.iterdir() if p.is_file()]
-    engine, seconds["load"] = _timed(lambda: di.Engine.from_pretrained(path, device=args.device))
-
-    def run(engine: Engine) -> Any:
-        out = engine.generate(list(PROMPTS), max_tokens=args.max_tokens, seed=args.seed)
-        return out.raise_for_errors()
-
-    with engine, engine.with_(verifier=di.verifier.Fixed(DRAFTS)) as speculative:
-        engine.generate(PROMPTS[0], max_tokens=2)  # what the first call sets up is not timed
-        plain, seconds["generate"] = _timed(lambda: run(engine))
-        drafted = run(speculative)
-    facts = {"files": len(sizes), "bytes": sum(sizes), "seconds": seconds}
-    facts["tokens"] = sum(len(c.token_ids) for c in plain)
-    facts["steps"], facts["drafted_steps"] = (
-        max(len({step.step for step in c.steps}) for c in out) for out in (plain, drafted)
-    )
-    return facts, plain, drafted
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -135,7 +94,7 @@ def inspect(args: argparse.Namespace) -> int:
     """What a checkpoint holds and what a device needs, from its config alone."""
     from deepinfer.checkpoint import inspection
 
-    report = inspection.inspect(None if args.path == RELEASE else args.path)
+    report = inspection.inspect(_inspected(args.path))
     print(report.to_json() if args.json else report)
     return 0
 
@@ -219,19 +178,19 @@ def _add(commands: Any, name: str, run: Any, example: str) -> argparse.ArgumentP
 def _add_demo(commands: Any) -> None:
     parser = _add(commands, "demo", demo, "deepinfer demo --max-tokens 32")
     parser.add_argument(
-        "--max-tokens", type=int, default=24, metavar="N", help="default %(default)s"
+        "--max-tokens", type=int, default=48, metavar="N", help="default %(default)s"
     )
     _add_common(parser, seed=0)
 
 
 def _add_generate(commands: Any) -> None:
-    example = "deepinfer generate --model tiny --max-tokens 16 --seed 7 'Once upon a time'"
+    example = "deepinfer generate --max-tokens 32 --temperature 0.6 --seed 7 'def read(path):'"
     parser = _add(commands, "generate", generate, example)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="raw text; no chat template")
     parser.add_argument(
-        "--model", default="tiny", metavar="PATH",
-        help="a checkpoint's folder, or 'tiny' (default): random weights; a folder of that name is "
-        "./tiny",
+        "--model", default="nano", metavar="PATH",
+        help="a checkpoint's folder, or 'nano' (default): the trained model of this package, or "
+        "'tiny': random weights; folders of these names are ./nano and ./tiny",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="default %(default)s"
@@ -258,7 +217,8 @@ def _add_small(commands: Any) -> None:
     parser = _add(commands, "inspect", inspect, f"deepinfer inspect {RELEASE}")
     parser.add_argument(
         "path", metavar="PATH",
-        help=f"a checkpoint's folder, a config.json, or '{RELEASE}' for the released architecture",
+        help=f"a checkpoint's folder, a config.json, 'nano' for the trained model of this package, "
+        f"or '{RELEASE}' for the released architecture",
     )  # fmt: skip
     _add_json(parser)
 
@@ -326,16 +286,17 @@ def _threads(count: int) -> int:
 def _engine(args: argparse.Namespace) -> Engine:
     import deepinfer as di
 
-    folder = None if args.model == "tiny" else _located(args.model)
+    folder = None if args.model in NAMED else _located(args.model)
     if args.draft:
-        _check_draft(args.draft, folder)
+        _check_draft(args.draft, args.model, folder)
     verifier = di.verifier.Fixed(args.draft) if args.draft else "off"
     settings = {"device": args.device, "dtype": args.dtype, "verifier": verifier}
     if folder is not None:
         return di.Engine.from_pretrained(args.model, **settings)
-    there = "; the folder ./tiny is --model ./tiny" if Path("tiny").is_dir() else ""
-    print(f"model: tiny, random weights; its text is noise{there}", file=sys.stderr)
-    return di.Engine.tiny(seed=0, **settings)
+    word = args.model
+    there = f"; the folder ./{word} is --model ./{word}" if Path(word).is_dir() else ""
+    print(f"model: {word}, {NAMED[word]}{there}", file=sys.stderr)
+    return di.Engine.nano(**settings) if word == "nano" else di.Engine.tiny(seed=0, **settings)
 
 
 def _located(model: str) -> Path:
@@ -347,16 +308,27 @@ def _located(model: str) -> Path:
     except FileNotFoundError:
         raise FileNotFoundError(
             f"--model {model}: no such folder, and no owner/name in the local Hugging Face cache; "
-            "name a checkpoint's folder, or tiny for random weights"
+            "name a checkpoint's folder, nano, or tiny for random weights"
         ) from None
 
 
-def _check_draft(count: int, folder: Path | None) -> None:
+def _inspected(path: str) -> str | Path | None:
+    """What `inspection.inspect` looks at."""
+    if path == "nano":
+        from deepinfer.checkpoint import nano
+
+        return nano.folder()
+    return None if path == RELEASE else path
+
+
+def _check_draft(count: int, model: str, folder: Path | None) -> None:
     """ValueError, before any weight is read, where the model drafts fewer tokens a step."""
+    from deepinfer.checkpoint import nano
     from deepinfer.checkpoint.tiny import tiny_config
     from deepinfer.config import ModelConfig
 
-    most = (tiny_config() if folder is None else ModelConfig.from_file(folder)).max_draft
+    tiny = folder is None and model == "tiny"
+    most = (tiny_config() if tiny else ModelConfig.from_file(folder or nano.folder())).max_draft
     if not 0 <= count <= most:
         raise ValueError(f"--draft {count}: this model drafts 0 to {most} tokens a step")
 

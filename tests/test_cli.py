@@ -71,39 +71,62 @@ def test_help_does_not_load_torch():
 # -- running a model ------------------------------------------------------------------------------
 
 
-def test_demo_shows_text_tokens_and_timing(capsys):
-    status, out, err = run(capsys, "demo", "--max-tokens", "4")
+def test_demo_shows_text_steps_and_timing(capsys):
+    status, out, err = run(capsys, "demo", "--max-tokens", "6", "--seed", "4")
     assert status == 0 and "threads: 1" in err
     for shown in (
-        "MB",
-        "official format",
-        "prompt: ",
-        "Completion 0:",
-        "logprob",
-        "tokens/s, 1 thread",
-        "with, and the same tokens",
+        "MB in FP8 and FP4",
+        "  | def getline(",
+        "at temperature 0:\n  > ",
+        "with seed 4:\n  > ",
+        "tokens per step",
+        "Without drafts: 6 steps",
+        "1 thread",
     ):
         assert shown in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
-def test_demo_shows_every_token(capsys):
-    status, out, _ = run(capsys, "demo", "--max-tokens", "25")
-    assert status == 0 and "hidden" not in out and "t[" not in out and "not shown" not in out
-    assert any(line.split()[:1] == ["24"] for line in out.splitlines())
+def test_demo_s_steps_spell_the_text(capsys):
+    import ast
+
+    from deepinfer import demo
+
+    found = demo.run(max_tokens=12)
+    assert [len(c.token_ids) for c in found.drafted] == [12, 12]
+    text = demo.said(found, threads=1)
+    lines = text.split("text\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    rows = [line.split(maxsplit=2) for line in lines]
+    assert [int(row[0]) for row in rows] == list(range(len(rows)))
+    assert sum(int(row[1]) for row in rows) == 12
+    assert "".join(ast.literal_eval(row[2]) for row in rows) == found.drafted[0].text
 
 
 def test_demo_as_json(capsys):
-    status, out, _ = run(capsys, "demo", "--max-tokens", "3", "--json")
+    status, out, _ = run(capsys, "demo", "--max-tokens", "1", "--json")
     whole = json.loads(out)
-    assert status == 0 and whole["tokens"] == 6 and whole["bytes"] > 0
-    assert 1 <= whole["drafted_steps"] <= whole["steps"] == 3
-    assert set(whole["seconds"]) == {"write", "load", "generate"}
+    assert status == 0 and whole["tokens"] == 2 and 20e6 < whole["bytes"] <= 24e6
+    assert whole["steps"] == whole["drafted_steps"] == [1, 1] and whole["same"]
+    assert set(whole["seconds"]) == {"load", "plain", "drafted"}
+    assert whole["tokens_per_step"] == [None, None]
+    assert "tokens per step" not in run(capsys, "demo", "--max-tokens", "1")[1]
+
+
+def test_demo_without_the_weights_says_what_to_do(capsys, monkeypatch):
+    from deepinfer.checkpoint import nano
+
+    monkeypatch.setattr(nano, "FILES", (*nano.FILES, "more.safetensors"))
+    status, out, err = run(capsys, "demo")
+    last = err.splitlines()[-1]
+    assert status == 1 and out == "" and last.startswith("deepinfer demo: the nano model is not")
+    assert "lacks more.safetensors; install the package again" in last
 
 
 def test_generate_repeats_with_a_seed_and_drafts_change_nothing(capsys):
     texts = []
     for more in ([], [], ["--draft", "3"]):
-        arguments = ["generate", "--dtype", "float64", "--max-tokens", "6", "--seed", "7", "--json"]
+        arguments = ["generate", "--model", "tiny", "--dtype", "float64", "--max-tokens", "6"]
+        arguments += ["--seed", "7", "--json"]
         status, out, err = run(capsys, *arguments, *more, "one", "two")
         assert status == 0 and "random weights" in err
         texts.append([c["token_ids"] for c in json.loads(out)["completions"]])
@@ -140,6 +163,19 @@ def test_seeds_are_checked(capsys, seed, tmp_path):
         with pytest.raises(SystemExit):
             cli.main([*command, f"--seed={seed}"])
         assert "an integer in 0..2**64-1 is needed" in capsys.readouterr().err
+
+
+def test_generate_and_inspect_know_nano(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["generate", "--max-tokens", "4", "--temperature", "0", "import"]
+    status, out, err = run(capsys, *arguments)
+    assert status == 0 and out.startswith("import") and "model: nano, the trained model" in err
+    assert "./nano" not in err
+    (tmp_path / "nano").mkdir()
+    assert "the folder ./nano is --model ./nano" in run(capsys, *arguments)[2]
+    status, out, _ = run(capsys, "inspect", "nano")
+    assert status == 0 and "12 layers (6 encoder, 6 decoder) and 3 draft" in out
+    assert "fit the config" in out.splitlines()[0]
 
 
 def test_the_word_tiny_and_a_folder_of_that_name(capsys, tmp_path, monkeypatch):
