@@ -63,7 +63,8 @@ class _Norm(torch.autograd.Function):
             WEIGHT=weight is not None, OF_X=wants_x, OF_WEIGHT=wants_weight, TILE_ROWS=tile_rows,
             **tile,
         )  # fmt: skip
-        return d_x, partial.sum(0).to(weight.dtype) if wants_weight else None, None
+        d_weight = None if partial is None else partial.sum(0).to(weight.dtype)
+        return d_x, d_weight, None
 
 
 def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:

@@ -45,7 +45,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _rotated(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, not ctx.inverse), None, None, None
 
 
 def _rotated(x, cos, sin, inverse):

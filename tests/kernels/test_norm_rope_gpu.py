@@ -220,7 +220,8 @@ def test_a_row_that_is_not_finite_stays_alone(op, device):
 @everywhere
 def test_features_at_rest_are_copied_whatever_they_hold(device):
     arguments = inputs("rope", (3, 64), torch.float32, device, r=32)
-    arguments["x"][:, :32] = torch.tensor([torch.inf, -0.0]).repeat(16)
+    held = torch.tensor([torch.inf, -0.0, -0.0, -torch.inf], device=device)
+    arguments["x"][:, :32] = held.repeat(8)
     got = call("rope", arguments)
     for x in (got, 1 / got):  # the sign of a zero, too
         y = arguments["x"] if x is got else 1 / arguments["x"]
