@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -80,12 +81,15 @@ def test_versions_and_metadata_agree():
     assert set(PROJECT["optional-dependencies"]) == {"lab", "grammar", "test", "gpu"}
 
 
+MOST_BYTES = 24_000_000  # of a wheel: a user downloads it
+IGNORED = shutil.ignore_patterns(
+    ".git", ".venv", "build", "*.egg-info", "__pycache__", ".*cache", "work"
+)
+
+
 def build(tmp_path: Path) -> Path:
     """The wheel, built from a copy so that the checkout stays as it is."""
-    ignore = shutil.ignore_patterns(
-        ".git", ".venv", "build", "*.egg-info", "__pycache__", ".*cache"
-    )
-    shutil.copytree(ROOT, tmp_path / "tree", ignore=ignore)
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=IGNORED)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path)]
     done = subprocess.run([*command, str(tmp_path / "tree")], capture_output=True, text=True)
     if done.returncode and "setuptools" in done.stderr and "No matching" in done.stderr:
@@ -107,6 +111,7 @@ def in_wheel(site: Path, *arguments: str, cwd: Path) -> str:
 @pytest.mark.slow
 def test_wheel_holds_everything_and_works(tmp_path):
     wheel, site = build(tmp_path), tmp_path / "site"
+    assert wheel.stat().st_size <= MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(site)
@@ -123,6 +128,8 @@ def test_wheel_holds_everything_and_works(tmp_path):
 
     code = "import deepinfer.kernels as k, deepinfer as di; print(k.__file__, di.kernels.names())"
     assert str(site / "deepinfer" / "kernels") in in_wheel(site, "-c", code, cwd=tmp_path)
+    code = "import deepinfer as di; eng = di.Engine.nano(); print(eng.generate('def ')[0].text)"
+    assert in_wheel(site, "-c", code, cwd=tmp_path).strip()
     said = in_wheel(site, "-m", "deepinfer.cli", "doctor", "--json", cwd=tmp_path)
     facts = {row["name"]: row["detail"] for row in json.loads(said)["rows"]}
     assert "commit unknown (installed)" in facts["deepinfer"]
@@ -130,3 +137,21 @@ def test_wheel_holds_everything_and_works(tmp_path):
         in_wheel(site, "-m", "deepinfer.cli", "lab", "--copy", "mine", cwd=tmp_path)
         copied = {p.name for p in (tmp_path / "mine").glob("*.ipynb")}
         assert copied == shipped
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_what_the_wheel_and_the_tests_need(tmp_path):
+    """Every file of the trees: also the nano weights, their recipe, and the tests' data."""
+    pytest.importorskip("setuptools", minversion="77")  # the build needs it
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=IGNORED)
+    code = f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for tree in ("deepinfer", "kernels", "experiments", "tutorials", "tests"):
+        for path in (tmp_path / "tree" / tree).rglob("*"):
+            name = path.relative_to(tmp_path / "tree").as_posix()
+            if path.is_file():
+                assert name in held, name
