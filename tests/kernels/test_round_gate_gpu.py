@@ -268,7 +268,8 @@ def test_gates_of_several_rows_per_program(device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("t", "d"), [(5, 20), (5000, 224), (301, 1000), (9, 4096)])
 def test_gate_and_gradients_on_a_gpu(t, d, dtype):
-    bound = {torch.float32: BOUND, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    # gradients of wide keys are so small that float16 holds them as subnormals
+    bound = {torch.float32: BOUND, torch.float16: 1e-2, torch.bfloat16: 5e-3}[dtype]
     compare_gate(gate_inputs(t, d, dtype, "cuda"), bound)
 
 
