@@ -164,7 +164,7 @@ def train(
     for p in trained.values():
         p.requires_grad_(True)
     optimiser = Optimiser(
-        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), r.weight_decay,
+        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
         {"attn_sink": r.sink_rate}, r.clip,
     )
     streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]

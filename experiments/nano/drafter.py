@@ -35,7 +35,7 @@ def train(
     for p in trained.values():
         p.requires_grad_(True)
     optimiser = Optimiser(
-        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), r.weight_decay, clip=r.clip
+        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay), clip=r.clip
     )
     streams = [Stream(data["library"], seed + 2), Stream(data["tests"], seed + 3)]
     order = torch.Generator().manual_seed(seed)

@@ -40,6 +40,7 @@ class Group:
     first: Tensor
     second: Tensor | None
     rate: float
+    decay: float
 
 
 class Optimiser:
@@ -47,14 +48,15 @@ class Optimiser:
 
     weights: {name: the model's tensor}. muon(name): True for matrices that Muon takes; 3-axis
     weights are stacks of matrices. rates: (Muon's, AdamW's); special: {suffix: rate} of single
-    AdamW weights. decay: Muon's. clip: the largest norm of the AdamW weights' gradient.
+    AdamW weights. decays: of Muon's and of AdamW's
+    matrices, times the rate. clip: the largest norm of the AdamW weights' gradient.
     """
 
     def __init__(
         self, weights: dict[str, Tensor], muon: Callable[[str], bool], rates: tuple[float, float],
-        decay: float, special: dict[str, float] | None = None, clip: float = 1.0,
+        decays: tuple[float, float], special: dict[str, float] | None = None, clip: float = 1.0,
     ) -> None:
-        self.decay, self.clip = decay, clip
+        self.clip = clip
         device = next(iter(weights.values())).device
         self.steps = torch.zeros((), device=device)  # a tensor, as is the scale: no value is baked
         special = special or {}
@@ -62,14 +64,17 @@ class Optimiser:
         for name, w in weights.items():
             rate = next((r for suffix, r in special.items() if name.endswith(suffix)), rates[1])
             shape = tuple(w.shape[-2:]) if muon(name) else tuple(w.shape)
-            stacks[(muon(name), shape, rates[0] if muon(name) else rate)].append(name)
+            rate, decay = (rates[0], decays[0]) if muon(name) else (rate, decays[1])
+            if w.ndim < 2 or ".hc_" in name or name.endswith(("q_weight", "k_weight")):
+                decay = 0.0  # norms, sinks, mixing: nothing says that they should be small
+            stacks[(muon(name), shape, rate, decay)].append(name)
         self.muon: list[Group] = []
         self.adam: list[Group] = []
-        for (is_muon, shape, rate), names in stacks.items():
+        for (is_muon, shape, rate, decay), names in stacks.items():
             held = [weights[n] for n in names]
             master = stack(held, shape)
             second = None if is_muon else torch.zeros_like(master)
-            group = Group(names, held, master, torch.zeros_like(master), second, rate)
+            group = Group(names, held, master, torch.zeros_like(master), second, rate, decay)
             (self.muon if is_muon else self.adam).append(group)
 
     @torch.no_grad()
@@ -103,7 +108,7 @@ class Optimiser:
         update = orthogonalised(g.add(group.first, alpha=momentum))
         rate = group.rate * scale
         size = 0.2 * max(g.shape[-2:]) ** 0.5
-        group.master.mul_(1 - rate * self.decay).sub_(update * (rate * size))
+        group.master.mul_(1 - rate * group.decay).sub_(update * (rate * size))
 
     def _adam(self, group: Group, g: Tensor, scale: float | Tensor) -> None:
         b1, b2, eps = 0.9, 0.95, 1e-10
@@ -111,7 +116,10 @@ class Optimiser:
         group.second.lerp_(g.square(), 1 - b2)
         first = group.first / (1 - b1**self.steps)
         second = group.second / (1 - b2**self.steps)
-        group.master.sub_(first / second.sqrt().add_(eps) * (group.rate * scale))
+        rate = group.rate * scale
+        if group.decay:
+            group.master.mul_(1 - rate * group.decay)
+        group.master.sub_(first / second.sqrt().add_(eps) * rate)
 
     def _parts(self, group: Group) -> Iterable[Tensor]:
         sizes = [w.numel() // group.master[0].numel() for w in group.weights]

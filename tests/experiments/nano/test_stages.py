@@ -172,7 +172,7 @@ def test_orthogonalised_presses_singular_values():
 
 def test_optimiser_steps_a_matrix_and_a_vector():
     w = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    opt = Optimiser({"a": w[0], "b": w[1]}, lambda n: n == "a", (0.1, 0.01), 0.0, clip=1e9)
+    opt = Optimiser({"a": w[0], "b": w[1]}, lambda n: n == "a", (0.1, 0.01), (0.0, 0.0), clip=1e9)
     w[0].grad, w[1].grad = torch.eye(4), torch.tensor([1.0, -2.0, 0.0]).bfloat16()
     opt.step(1.0)
     assert torch.allclose(w[0], -0.1 * 0.2 * 2 * torch.eye(4), atol=0.02)
