@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     o = options(arguments)
     torch.set_num_threads(o.threads)
     sizes = Sizes().quick() if o.quick else Sizes()
+    if o.device != "cpu":
+        sizes = replace(sizes, rows=sizes.piece)  # an accelerator wants long steps
     try:
+        if o.device != "cpu" and o.jobs > 1:
+            raise ValueError("--jobs is for a CPU: an accelerator's state does not survive a fork")
         stored = load(o.checkpoint, sizes, o.device)
         unquantised = load(o.unquantised, sizes, o.device)
         heldout, prose, dev = (documents(stored.tokenizer, t) for t in texts(o.texts, o.quick))

@@ -33,6 +33,11 @@ def figures(
     }
 
 
+def _number(cell: object) -> float:
+    """A cell that holds a number; 0 where it is empty."""
+    return float(cell) if isinstance(cell, (int, float)) else 0.0
+
+
 def finding(
     study: Study, tables: Mapping[str, Table], mine: Mapping[str, float | None],
     second: Mapping[str, float | None] | None,
@@ -55,17 +60,19 @@ def finding(
         x = mine[key]
         row(what, f">= {target}", x, None if x is None else x >= target, key)
 
+    if "quality.held-out" in tables:
+        row("bits per byte, stored", "", tables["quality.held-out"][0]["bits_per_byte"], None)
     most("bits per byte, of xz -9, stored", "of_xz", OF_XZ)
     if "quality.rounding" in tables:
-        cost = tables["quality.rounding"][0]["change_percent"]
+        cost = _number(tables["quality.rounding"][0]["change_percent"])
         row("stored against unquantised, %", f"within {STORED}", cost, abs(cost) <= STORED)
     if "quality.position" in tables:
-        rises = tables["quality.position"].where(lambda r: (r["low"] or 0) > 0)
+        rises = tables["quality.position"].where(lambda r: _number(r["low"]) > 0)
         row("buckets of position with a worse loss", "0", len(rises), len(rises) == 0)
     if "quality.prose" in tables:
         row("prose, of xz -9, stored", "reported", tables["quality.prose"][0]["of_xz"], None)
     if "paths" in tables:
-        apart = max(abs(x) for x in tables["paths"]["change_percent"])
+        apart = max(abs(_number(x)) for x in tables["paths"]["change_percent"])
         row("evaluation paths apart, %", f"<= {AGREE}", apart, apart <= AGREE)
     least("accepted a step, temperature 0, not repeating", "greedy", GREEDY)
     least("expected length on text, temperature 1", "expected", EXPECTED)
@@ -73,14 +80,14 @@ def finding(
     most("worst ECE, temperature 1, sampled", "ece_sampled", ECE)
     row("worst ECE, temperature 0", "reported", mine["ece_greedy"], None, "ece_greedy")
     if "routing.layers" in tables:
-        unused = sum(tables["routing.layers"]["unused"])
+        unused = sum(map(_number, tables["routing.layers"]["unused"]))
         row("experts unused, all layers", "0", unused, unused == 0)
     for r in tables["ablations"] if "ablations" in tables else ():
         if r["removed"] != "nothing":
             row(f"without {r['removed']}, %", "worse", r["change_percent"], r["says"] == "worse")
     if "ablations.markov" in tables:
         for r in tables["ablations.markov"]:
-            lost = r["with_it"] - r["without"]
+            lost = _number(r["with_it"]) - _number(r["without"])
             row(f"Markov head: {r['figure']} lost", "> 0", lost, lost > 0)
     says = "Headline figures of the stored checkpoint beside their targets."
     if second is not None:
