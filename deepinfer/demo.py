@@ -115,7 +115,7 @@ def said(demo: Demo, threads: int) -> str:
         f"And at temperature {TEMPERATURE}, with seed {demo.seed}:",
         *_marked(sampled.text.strip("\n").splitlines(), "  > "),
         "",
-        f"The first of them step by step: the prompt's, then steps that verify {demo.drafts} drafts",
+        f"The first of them by steps: the prompt's, then those that verify {demo.drafts} drafts",
         grid(("step", "tokens", "text"), _by_step(greedy), ("step", "tokens")),
         "",
         *([f"{rates} tokens per step after the prompt's"] if rates else []),

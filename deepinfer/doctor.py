@@ -81,6 +81,7 @@ def examine() -> Report:
     report = Report()
     _packages(report)
     _other_distribution(report)
+    _nano(report)
     _devices(report)
     _kernels(report)
     return report
@@ -150,6 +151,18 @@ def _other_distribution(report: Report) -> None:
         f"the distribution 'deepinfer' {other} is another project with the same import name, and "
         "one overwrites the other: pip uninstall deepinfer, then install deepinfer-lab again",
     )  # fmt: skip
+
+
+def _nano(report: Report) -> None:
+    from deepinfer.checkpoint import nano
+
+    try:
+        folder = nano.folder()
+    except FileNotFoundError as error:
+        report.problem("packages", "nano model", "not complete", str(error))
+        return
+    size = sum((folder / name).stat().st_size for name in nano.FILES)
+    report.add("packages", "nano model", f"{size / 1e6:.1f} MB")
 
 
 def _devices(report: Report) -> None:

@@ -279,6 +279,15 @@ def test_doctor_notices_what_is_old_or_missing(monkeypatch):
     assert states["pandas"] == "no" and states["matplotlib"] == "ok"
 
 
+def test_doctor_notices_missing_weights(monkeypatch, capsys):
+    from deepinfer.checkpoint import nano
+
+    monkeypatch.setattr(nano, "FILES", (*nano.FILES, "more.safetensors"))
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "problem: the nano model is not complete" in out
+    assert "more.safetensors" in out
+
+
 def test_doctor_survives_a_torch_that_cannot_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
     report = doctor.Report()

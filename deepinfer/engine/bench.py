@@ -109,7 +109,7 @@ def measure(eng: Engine, threads: int, runs: int, steps: int) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", help="a checkpoint folder, or 'tiny'")
+    parser.add_argument("path", help="a checkpoint folder, 'nano' or 'tiny'")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--fidelity", type=int, default=1, choices=(0, 1, 2))
     parser.add_argument("--device", default="cpu")
@@ -119,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write table and provenance here")
     args = parser.parse_args(argv)
     how = dict(device=args.device, dtype=args.dtype, fidelity=args.fidelity, prefix_cache=False)
-    eng = Engine.tiny(**how) if args.path == "tiny" else Engine.from_pretrained(args.path, **how)
+    named = {"nano": Engine.nano, "tiny": Engine.tiny}.get(args.path)
+    eng = named(**how) if named else Engine.from_pretrained(args.path, **how)
     rows = [r for n in args.threads for r in measure(eng, n, args.runs, args.steps)]
     table = Table(rows, provenance=of_engine(eng))
     print(table)

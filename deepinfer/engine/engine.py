@@ -109,7 +109,7 @@ class Engine:
     @classmethod
     @completes(Changes, Settings)
     def nano(cls, **settings: Unpack[Settings]) -> Engine:
-        """The small model that ships with the package: every mechanism of the release, really trained.
+        """The small model that ships with the package: every mechanism of the text model, really trained.
 
         24 M parameters and a drafter, trained on Python's standard library, read from its FP8 and FP4
         storage in a second. Settings and errors as of `from_pretrained`; FileNotFoundError where the

@@ -32,7 +32,8 @@ def eng():
     """In float64, where drafts change no token."""
     start = time.perf_counter()
     made = di.Engine.nano(dtype="float64")
-    print(f"\nEngine.nano: {time.perf_counter() - start:.2f} s, {torch.get_num_threads()} thread(s)")
+    seconds, threads = time.perf_counter() - start, torch.get_num_threads()
+    print(f"\nEngine.nano: {seconds:.2f} s on {threads} thread(s)")
     with made:
         yield made
 
