@@ -51,29 +51,44 @@ def quantise(weight: Tensor, storage: str) -> Quantised:
     ValueError for another storage, a weight that is not finite, or columns that a format of one
     scale per 32 columns does not divide.
     """
-    if storage not in ("fp8", "table", "fp4"):
-        raise ValueError(f"storage {storage!r} is not a quantised one; use fp8, table or fp4")
     weight = weight.detach().to(torch.float32)
-    if weight.ndim < 2 or (storage != "fp8" and weight.shape[-1] % BLOCK):
-        need = "at least two axes" + ("" if storage == "fp8" else f" and columns by {BLOCK}")
-        raise ValueError(f"{storage} storage of shape {tuple(weight.shape)}; it needs {need}")
+    scale, scaled = _scaled(weight, storage)
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or infinity")
-    limit = E2M1_MAX if storage == "fp4" else E4M3_MAX
-    scale = _scale_bytes(_block_max(weight, tiled=storage == "fp8"), limit)
-    scaled = weight / _spread(scale, weight.shape, tiled=storage == "fp8")
     if storage == "fp4":
         return Quantised(_e2m1_bytes(scaled), scale, "fp4")
     return Quantised(scaled.to(torch.float8_e4m3fn), scale, "fp8")
 
 
 def round_storage(weight: Tensor, storage: str) -> Tensor:
-    """What reading back the stored weight gives, in float32: any storage, bf16 and f32 as well."""
+    """What reading back the stored weight gives, in float32: any storage, bf16 and f32 as well.
+
+    Arithmetic alone: nothing is looked at, so that training can round its weights at every step
+    without waiting for the device. A weight that is not finite, which `quantise` refuses, stays so.
+    """
+    weight = weight.detach().to(torch.float32)
     if storage == "bf16":
-        return weight.detach().to(torch.bfloat16).to(torch.float32)
+        return weight.to(torch.bfloat16).to(torch.float32)
     if storage == "f32":
-        return weight.detach().to(torch.float32)
-    return quantise(weight, storage).dequantise(torch.float32)
+        return weight
+    scale, scaled = _scaled(weight, storage)
+    if storage == "fp4":
+        values = _e2m1_size(scaled.abs()).copysign(scaled)
+    else:
+        values = scaled.to(torch.float8_e4m3fn).to(torch.float32)
+    return values * _spread(scale, weight.shape, tiled=storage == "fp8")
+
+
+def _scaled(weight: Tensor, storage: str) -> tuple[Tensor, Tensor]:
+    """(scale bytes, weight over its scales) of a float32 weight "... n k"."""
+    if storage not in ("fp8", "table", "fp4"):
+        raise ValueError(f"storage {storage!r} is not a quantised one; use fp8, table or fp4")
+    if weight.ndim < 2 or (storage != "fp8" and weight.shape[-1] % BLOCK):
+        need = "at least two axes" + ("" if storage == "fp8" else f" and columns by {BLOCK}")
+        raise ValueError(f"{storage} storage of shape {tuple(weight.shape)}; it needs {need}")
+    limit = E2M1_MAX if storage == "fp4" else E4M3_MAX
+    scale = _scale_bytes(_block_max(weight, tiled=storage == "fp8"), limit)
+    return scale, weight / _spread(scale, weight.shape, tiled=storage == "fp8")
 
 
 def _block_max(weight: Tensor, tiled: bool) -> Tensor:
@@ -96,8 +111,17 @@ def _scale_bytes(largest: Tensor, limit: float) -> Tensor:
 
 def _spread(scale: Tensor, shape: torch.Size, tiled: bool) -> Tensor:
     """Scale bytes as float32 factors of every element."""
-    factor = e8m0_to_float(scale).repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+    factor = e8m0_values(scale).repeat_interleave(BLOCK, -1)[..., : shape[-1]]
     return factor.repeat_interleave(BLOCK, -2)[..., : shape[-2], :] if tiled else factor
+
+
+def _e2m1_size(size: Tensor) -> Tensor:
+    """Magnitudes rounded to those of E2M1: every midpoint that is passed adds its step."""
+    steps = ((0.25, 0.5), (1.25, 0.5), (2.5, 1.0), (5.0, 2.0))
+    value = sum((size > middle) * step for middle, step in steps)
+    steps = ((0.75, 0.5), (1.75, 0.5), (3.5, 1.0))
+    value = value + sum((size >= middle) * step for middle, step in steps)
+    return torch.where(torch.isfinite(size), value, torch.nan)
 
 
 def _e2m1_bytes(scaled: Tensor) -> Tensor:

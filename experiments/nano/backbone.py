@@ -19,26 +19,49 @@ from deepinfer.slots.protocols import RowSet
 from . import fast, weights
 from .batches import Split, Stream, mixed, pieces
 from .config import Backbone
+from .graphs import Captured
 from .log import Log
 from .muon import Optimiser, Rounding, schedule
 
 
 @dataclass
 class Training:
-    """A tap: dropout on what the sub-layers give, and a count of what each expert got."""
+    """A tap: dropout on what the sub-layers give, n-grams passed off as unseen, and a count of what
+    each expert got. of: the layers it trains ("mtp." are the drafter's)."""
 
     dropout: float
-    of: str = "layers."  # the layers it trains; "mtp." are the drafter's
+    of: str = "layers."
+    unseen: tuple[float, ...] = ()
     load: dict[str, Tensor] = field(default_factory=dict)
+    _luck: Tensor | None = None
 
     def __call__(self, name: str, x: Tensor, rows: RowSet) -> Tensor:
         if not name.startswith(self.of):
             return x
         if name.endswith((".attn.out", ".ffn.out")) and self.dropout:
             return F.dropout(x, self.dropout)
+        if name.endswith(".engram.rows") and self.unseen:
+            return self._forget(x)
         if name.endswith(".ffn.experts"):
             self.load[name.removesuffix(".experts")] = x
         return x
+
+    def _forget(self, table_rows: Tensor) -> Tensor:
+        """Rows of other n-grams in place of some, the longest first.
+
+        table_rows "t c": columns by n-gram size 2, 3, ...; unseen: how often each size is passed off.
+        After one epoch training has no new n-gram left, while a third of the trigrams of unknown
+        text are new, and their rows are those of others.
+        """
+        t, columns = table_rows.shape
+        if self._luck is None:  # one token, one fate: the layers hash the same n-grams
+            self._luck = torch.rand(t, 1, device=table_rows.device)
+        often = torch.cat([
+            torch.full((columns // len(self.unseen),), p, device=table_rows.device)
+            for p in self.unseen
+        ])
+        others = table_rows[torch.randint(t, (t,), device=table_rows.device)]
+        return torch.where(self._luck < often, others, table_rows)
 
 
 def expert_load(ids: Tensor, experts: int) -> Tensor:
@@ -79,71 +102,41 @@ class Balance:
         return float(max(high)), float(min(low))
 
 
-class Stepper:
-    """One training step; on an accelerator a captured graph of it, for a step is some ten thousand
-    small kernels that take longer to launch than to run.
+def step_of(
+    model: Model, recipe: Backbone, optimiser: Optimiser, balance: Balance, compiled: bool,
+    capture: bool, rounding: Rounding | None = None,
+) -> Captured:
+    """A training step: step(ids=[rows, length + 1], phase=, factor=, bias_rate=) -> {'nats',
+    'index_kl', 'grad'} on the device. phase: which queries the indexer's loss looks at; factor: of
+    the rates; rounding: what the model computes with after it."""
+    r, device = recipe, model.device
+    inputs = {
+        "ids": torch.zeros(r.rows, r.length + 1, dtype=torch.long, device=device),
+        "phase": torch.zeros((), dtype=torch.long, device=device),
+        "factor": torch.zeros((), device=device),
+        "bias_rate": torch.zeros((), device=device),
+    }
+    held = [w for g in (*optimiser.muon, *optimiser.adam) for w in g.weights]
+    constants: dict = {}
 
-    `step(ids, phase, factor, bias_rate)` copies its arguments into fixed tensors, so that eager and
-    captured steps are the same code. Returns {name: value on the device}.
-    """
-
-    EAGER = 5  # steps before the capture: kernels are compiled and memory is laid out in them
-
-    def __init__(self, model: Model, recipe: Backbone, optimiser: Optimiser, balance: Balance,
-                 compiled: bool, capture: bool) -> None:
-        self.model, self.recipe, self.optimiser, self.balance = model, recipe, optimiser, balance
-        self.compiled, self.capture, self.done = compiled, capture, 0
-        self.weights = [w for g in (*optimiser.muon, *optimiser.adam) for w in g.weights]
-        r, device = recipe, model.device
-        self.ids = torch.zeros(r.rows, r.length + 1, dtype=torch.long, device=device)
-        self.phase = torch.zeros((), dtype=torch.long, device=device)
-        self.factor = torch.zeros((), device=device)
-        self.bias_rate = torch.zeros((), device=device)
-        self.constants: dict = {}
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.out: dict[str, Tensor] = {}
-
-    def step(
-        self, ids: Tensor, phase: int, factor: float, bias_rate: float, rounding: Rounding | None
-    ) -> dict[str, Tensor]:
-        self.ids.copy_(ids, non_blocking=True)
-        for held, value in ((self.phase, phase), (self.factor, factor), (self.bias_rate, bias_rate)):
-            held.fill_(value)
-        if self.capture and rounding is None and self.done >= self.EAGER:
-            if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self.out = self._run(None)
-            self.graph.replay()
-        elif self.capture:
-            self.graph = None
-            side = torch.cuda.Stream()  # as the capture will, so that memory is laid out alike
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.out = self._run(rounding)
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            self.out = self._run(rounding)
-        self.done += 1
-        return self.out
-
-    def _run(self, rounding: Rounding | None) -> dict[str, Tensor]:
-        r = self.recipe
-        index_loss = fast.IndexLoss(r.index_every, r.index_random, self.phase)
-        tap = Training(r.dropout)
+    def run() -> dict[str, Tensor]:
+        index_loss = fast.IndexLoss(r.index_every, r.index_random, inputs["phase"])
+        tap = Training(r.dropout, unseen=r.unseen)
         ctx = fast.context(
-            self.model.config, self.ids[:, :-1], tap=tap, index_loss=index_loss,
-            compiled=self.compiled, dtype=self.model.dtype, constants=self.constants,
+            model.config, inputs["ids"][:, :-1], tap=tap, index_loss=index_loss, compiled=compiled,
+            dtype=model.dtype, constants=constants,
         )
-        loss = language_loss(self.model, self.ids, ctx)
-        self.constants = fast.constants_of(ctx)
+        loss = language_loss(model, inputs["ids"], ctx)
+        constants.update(fast.constants_of(ctx))
         index = torch.stack(list(index_loss.terms().values())).sum()
         (loss + r.index_weight * index).backward()
-        self.balance.step(tap.load, self.bias_rate)
-        norm = self.optimiser.step(self.factor, rounding)
-        for w in self.weights:
+        balance.step(tap.load, inputs["bias_rate"])
+        norm = optimiser.step(inputs["factor"], rounding)
+        for w in held:
             w.grad = None
         return {"nats": loss.detach(), "index_kl": index.detach(), "grad": norm}
+
+    return Captured(run, inputs, capture)
 
 
 def train(
@@ -169,8 +162,8 @@ def train(
     )
     streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]
     balance = Balance(model.layers, r.bias_rates)
-    stepper = Stepper(model, r, optimiser, balance, compiled, capture)
-    stored = weights.rounding(model.config)
+    parts = (model, r, optimiser, balance, compiled, capture)
+    steps = {False: step_of(*parts), True: step_of(*parts, weights.rounding(model.config))}
     phases = np.random.default_rng(seed)
     began = last = time.perf_counter()
     for step in range(r.steps):
@@ -178,9 +171,10 @@ def train(
         share = next(share for until, share in r.library_shares if done <= until)
         ids = torch.from_numpy(mixed(streams, [share, 1 - share], r.rows, r.length + 1))
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
-        rounding = stored if step >= r.rounded_from * r.steps else None
-        phase = int(phases.integers(r.index_every))
-        found = stepper.step(ids, phase, factor, balance.rate(done), rounding)
+        found = steps[step >= r.rounded_from * r.steps](
+            ids=ids, phase=int(phases.integers(r.index_every)), factor=factor,
+            bias_rate=balance.rate(done),
+        )
         late = stop_after is not None and time.perf_counter() - began > stop_after
         if step % 20 == 19 or step + 1 == r.steps or late:
             high, low = balance.worst()

@@ -176,15 +176,16 @@ class Backbone:
     constant: float = 0.3  # share of the steps before the rate falls linearly to `last`
     last: float = 0.02
     dropout: float = 0.2  # on the outputs of both sub-layers; over-fitting is the limit, not compute
+    unseen: tuple[float, ...] = (0.05, 0.2, 0.4)  # bigrams, trigrams, ... passed off as new ones
     clip: float = 1.0
     # The router's biases: fast while experts nearly die, then slower, then left alone.
     bias_rates: tuple[tuple[float, float], ...] = ((0.3, 5e-3), (0.9, 1e-3), (1.0, 0.0))
     index_weight: float = 1.0
     index_every: int = 4  # queries that the indexer's loss looks at
     index_random: int = 32  # random visible entries beside the picked ones
-    # Share of the rows that is library text, until a share of the steps: what the model will be
-    # asked about comes last.
-    library_shares: tuple[tuple[float, float], ...] = ((0.7, 0.4), (1.0, 0.65))
+    # Share of the rows that is library text, until a share of the steps. More of it at the end
+    # (0.65 of the last 30 %) over-fitted: it was then seen twelve times.
+    library_shares: tuple[tuple[float, float], ...] = ((1.0, 0.45),)
     rounded_from: float = 1.0  # share of the steps after which weights are rounded as stored
     dev_every: int = 200
 
@@ -211,14 +212,15 @@ class Drafter:
     clip: float = 1.0
     bias_rates: tuple[tuple[float, float], ...] = ((0.9, 1e-3), (1.0, 0.0))
     rounded_from: float = 0.6  # share of the steps after which its weights are rounded as stored
-    generated_share: float = 0.5  # of the steps that run on text the target wrote
-    generated: int = 4096  # sequences it writes, half greedy, half at temperature 1
-    prompt: int = 256
-    written: int = 256
+    written_share: float = 0.5  # of the steps that run on text the target wrote
+    written: int = 4096  # sequences it writes, half greedily, half at temperature 1
+    written_length: int = 512  # with their prompts
+    greedy_prompt: int = 256
+    sampled_prompt: int = 32
     dev_every: int = 250
 
     def small(self) -> Drafter:
         return replace(
-            self, steps=6, rows=2, length=64, anchors=8, warmup=2, generated=4, prompt=16,
-            written=16, dev_every=3,
+            self, steps=6, rows=2, length=64, anchors=8, warmup=2, written=4, written_length=32,
+            greedy_prompt=16, sampled_prompt=8, dev_every=3,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,56 +14,76 @@ from . import draft_loss, fast, weights, written
 from .backbone import Balance, Training
 from .batches import Split, Stream, mixed, pieces
 from .config import Drafter
+from .graphs import Captured
 from .log import Log
-from .muon import Optimiser, schedule
+from .muon import Optimiser, Rounding, schedule
+
+
+@dataclass
+class Source:
+    """One kind of text. text: [n, t] ids (None: the corpus, rows made as they are asked for);
+    first: position from which on drafts count; rows: sequences a step."""
+
+    name: str
+    text: Tensor | None
+    first: int
+    rows: int
+    length: int
 
 
 def train(
     model: Model, recipe: Drafter, data: dict[str, Split], *, seed: int, log: Log,
-    compiled: bool = False, stop_after: float | None = None,
+    compiled: bool = False, capture: bool = False, stop_after: float | None = None,
 ) -> dict[str, Tensor]:
     """Train the mtp blocks of `model`, whose other weights stay; returns {the model's weight name:
-    FP32 weight}. stop_after: seconds after which the stage ends wherever it is (the log says so)."""
-    r, device = recipe, model.device
+    FP32 weight}. Other arguments as of the backbone's."""
+    r = recipe
     torch.manual_seed(seed)
-    _restart(model, seed)
+    restart(model, seed)
     trained = {
         n: p for n, p in model.named_parameters()
         if n.startswith("mtp.") and not n.endswith(("gate.bias", "gate.bias_vl"))
     }
     began = time.perf_counter()
-    text = _written(model, r, data, seed, log, compiled)
+    sources = _sources(model, r, data, seed, log, compiled, capture)
     for p in trained.values():
         p.requires_grad_(True)
     optimiser = Optimiser(
-        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay), clip=r.clip
+        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
+        clip=r.clip,
     )
+    balance = Balance(model.mtp, r.bias_rates)
+    roundings = (None, weights.rounding(model.config))
+    steps = {
+        (s.name, rounding is not None): step_of(
+            model, r, s, optimiser, balance, compiled, capture, rounding
+        )
+        for s in sources for rounding in roundings
+    }
     streams = [Stream(data["library"], seed + 2), Stream(data["tests"], seed + 3)]
     order = torch.Generator().manual_seed(seed)
-    random = torch.Generator(device).manual_seed(seed)
-    balance, stored = Balance(model.mtp, r.bias_rates), weights.rounding(model.config)
     last = time.perf_counter()
     for step in range(r.steps):
-        ids, first = _batch(r, streams, text, order, device)
-        tap = Training(r.dropout, "mtp.")
-        slots = _slots(model, ids, r, first, random, compiled, tap)
-        draft_loss.loss(slots).backward()
+        done = (step + 1) / r.steps
+        which = float(torch.rand((), generator=order))
+        source = sources[0] if which >= r.written_share else sources[1 + (2 * which < r.written_share)]
+        ids = _rows(source, streams, order, model.device)
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
-        balance.step(tap.load, balance.rate((step + 1) / r.steps))
-        norm = optimiser.step(factor, stored if step >= r.rounded_from * r.steps else None)
-        for p in trained.values():
-            p.grad = None
+        run = steps[source.name, step >= r.rounded_from * r.steps]
+        found = run(ids=ids, factor=factor, bias_rate=balance.rate(done))
         late = stop_after is not None and time.perf_counter() - began > stop_after
         if step % 20 == 19 or step + 1 == r.steps or late:
-            found = draft_loss.metrics(slots).numbers()
+            numbers = {k: short(x.tolist()) for k, x in found.items()}
             now = time.perf_counter()
             log.row(
-                stage="drafter", step=step + 1, seconds=now - began, rate=factor, grad=norm.item(),
-                written=first > 0, seconds_a_step=(now - last) / (step % 20 + 1), max_load=balance.worst()[0], **_short(found),
+                stage="drafter", step=step + 1, seconds=now - began, rate=factor,
+                text=source.name, seconds_a_step=(now - last) / (step % 20 + 1),
+                max_load=balance.worst()[0], **numbers,
             )
             last = now
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:
-            log.row(stage="dev", step=step + 1, **_short(evaluate(model, data["dev"], r, compiled)))
+            found = evaluate(model, data["dev"], r, compiled)
+            log.row(stage="dev", step=step + 1, **{k: short(x) for k, x in found.items()})
             last = time.perf_counter()
         if late:
             log.row(stage="stopped", step=step + 1, seconds=stop_after)
@@ -74,77 +95,116 @@ def train(
     return {**held, **masters}
 
 
-def _restart(model: Model, seed: int) -> None:
+def restart(model: Model, seed: int) -> None:
     """Fresh mtp weights, whatever the checkpoint held."""
-    state = weights.initial(model.config, seed)
-    fresh = weights.stacked(model.config, state)
+    fresh = weights.stacked(model.config, weights.initial(model.config, seed))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.startswith("mtp."):
                 p.copy_(fresh[name])
 
 
-def _written(
-    model: Model, r: Drafter, data: dict[str, Split], seed: int, log: Log, compiled: bool
-) -> Tensor:
-    """[generated, prompt + written] ids that the model wrote: the even rows greedily, the odd ones at
-    temperature 1."""
-    began = time.perf_counter()
-    starts = written.prompts([data["library"], data["tests"]], r.generated, r.prompt, seed + 4)
-    temperatures = (torch.arange(r.generated) % 2).float()
-    text = written.write(model, starts, r.written, temperatures, seed=seed, compiled=compiled)
-    ends = text[:, r.prompt :]
-    different = [len(set(row.tolist())) / r.written for row in ends[:64].cpu()]
-    log.row(
-        stage="written", seconds=time.perf_counter() - began, tokens=ends.numel(),
-        different_greedy=sum(different[::2]) / len(different[::2]),
-        different_sampled=sum(different[1::2]) / len(different[1::2]),
-    )
-    return text
+def step_of(
+    model: Model, recipe: Drafter, source: Source, optimiser: Optimiser, balance: Balance,
+    compiled: bool, capture: bool, rounding: Rounding | None,
+) -> Captured:
+    """A training step on text of one kind: step(ids=[rows, length + 1], factor=, bias_rate=)."""
+    r, device = recipe, model.device
+    inputs = {
+        "ids": torch.zeros(source.rows, source.length + 1, dtype=torch.long, device=device),
+        "factor": torch.zeros((), device=device),
+        "bias_rate": torch.zeros((), device=device),
+    }
+    held = [w for g in (*optimiser.muon, *optimiser.adam) for w in g.weights]
+    constants: dict = {}
+
+    def run() -> dict[str, Tensor]:
+        tap = Training(r.dropout, "mtp.")
+        slots = drafted(model, inputs["ids"], r, source.first, compiled, tap, constants=constants)
+        draft_loss.loss(slots).backward()
+        balance.step(tap.load, inputs["bias_rate"])
+        norm = optimiser.step(inputs["factor"], rounding)
+        for w in held:
+            w.grad = None
+        found = draft_loss.metrics(slots)
+        return {
+            "loss": found.loss, "accepted": found.accepted, "overlap": found.overlap,
+            "as_target": found.as_target, "confidence": found.confidence, "grad": norm,
+        }
+
+    return Captured(run, inputs, capture)
 
 
-def _batch(
-    r: Drafter, streams: list[Stream], text: Tensor, order: torch.Generator, device
-) -> tuple[Tensor, int]:
-    """(ids [b, t+1], first position whose draft counts): of the corpus, or what the model wrote."""
-    if float(torch.rand((), generator=order)) >= r.generated_share:
-        ids = torch.from_numpy(mixed(streams, [0.5, 0.5], r.rows, r.length + 1))
-        return ids.to(device, non_blocking=True), 0
-    rows = r.rows * r.length // (r.prompt + r.written)
-    at = torch.randperm(len(text), generator=order)[:rows]
-    return text[at.to(device)], r.prompt
-
-
-def _slots(
-    model: Model, ids: Tensor, r: Drafter, first: int, random: torch.Generator, compiled: bool,
-    tap: Training | None = None,
+def drafted(
+    model: Model, ids: Tensor, r: Drafter, first: int, compiled: bool, tap: Training | None = None,
+    generator: torch.Generator | None = None, constants: dict | None = None,
 ) -> draft_loss.Slots:
-    """Drafter against target at random anchors of ids [b, t+1], from position first - 1 on."""
-    n = model.config.dspark_block_size
-    b, t = ids.shape[0], ids.shape[1] // model.config.sliding_window * model.config.sliding_window
+    """Drafter against target at random anchors from position `first` on, of ids [b, t+1]."""
+    constants = {} if constants is None else constants
+    n, w = model.config.dspark_block_size, model.config.sliding_window
+    b, t = ids.shape[0], ids.shape[1] // w * w
     ids = ids[:, :t]
     each = max(1, min(r.anchors * r.rows // b, t - first - 1 - n))
-    anchors = draft_loss.random_anchors(b, t - first, each, n, device=ids.device, generator=random)
+    anchors = draft_loss.random_anchors(
+        b, t - first, each, n, device=ids.device, generator=generator
+    )
     anchors = draft_loss.Anchors(anchors.seq, anchors.last + first)
-    ctx = fast.context(model.config, ids, compiled=compiled, dtype=model.dtype)
+    ctx = fast.context(
+        model.config, ids, compiled=compiled, dtype=model.dtype, constants=constants
+    )
     ctx.batch = fast.without_logits(ctx.batch)
     with torch.no_grad():
         rows = model(ctx).rows
+    constants.update(fast.constants_of(ctx))
     ctx.tap = tap
     return draft_loss.compare(model, rows, ids, anchors, ctx, n, compiled=compiled)
+
+
+def _sources(
+    model: Model, r: Drafter, data: dict[str, Split], seed: int, log: Log, compiled: bool,
+    capture: bool,
+) -> list[Source]:
+    """The corpus; what the model wrote greedily after long prompts; what it wrote at temperature 1
+    after short ones, and so mostly about things that it was never shown."""
+    sources = [Source("corpus", None, 0, r.rows, r.length)]
+    splits = [data["library"], data["tests"]]
+    for i, (name, heat) in enumerate((("greedy", 0.0), ("sampled", 1.0))):
+        began = time.perf_counter()
+        prompt = r.greedy_prompt if name == "greedy" else r.sampled_prompt
+        starts = written.prompts(splits, r.written // 2, prompt, seed + 4 + 2 * i)
+        text = written.write(
+            model, starts, r.written_length + 1 - prompt, torch.full((len(starts),), heat),
+            seed=seed + i, compiled=compiled, capture=capture,
+        )
+        own = text[:64, prompt:].tolist()
+        log.row(
+            stage="written", text=name, seconds=time.perf_counter() - began,
+            tokens=text[:, prompt:].numel(),
+            different=sum(len(set(row)) / len(row) for row in own) / len(own),
+        )
+        rows = max(1, min(r.rows * r.length // r.written_length, len(text)))
+        sources.append(Source(name, text, prompt, rows, r.written_length))
+    return sources
+
+
+def _rows(source: Source, streams: list[Stream], order: torch.Generator, device) -> Tensor:
+    """[rows, length + 1] ids of a source."""
+    if source.text is None:
+        return torch.from_numpy(mixed(streams, [0.5, 0.5], source.rows, source.length + 1))
+    at = torch.randperm(len(source.text), generator=order)[: source.rows]
+    return source.text[at.to(device)]
 
 
 @torch.no_grad()
 def evaluate(model: Model, split: Split, r: Drafter, compiled: bool) -> dict:
     """Metrics on a split, at the same anchors every time."""
-    ids = torch.from_numpy(pieces(split, r.length))[: r.rows].to(model.device)
+    ids = torch.from_numpy(pieces(split, r.length + 1))[: r.rows].to(model.device)
     random = torch.Generator(model.device).manual_seed(0)
-    return draft_loss.metrics(_slots(model, ids, r, 0, random, compiled)).numbers()
+    full = compiled and len(ids) == r.rows
+    found = draft_loss.metrics(drafted(model, ids, r, 0, full, generator=random)).numbers()
+    return {k: x for k, x in found.items() if k not in ("cross_entropy", "confidence_loss")}
 
 
-def _short(found: dict) -> dict:
-    """What a log keeps of the metrics."""
-    return {
-        k: [round(x, 4) for x in v] if isinstance(v, list) else v
-        for k, v in found.items() if k not in ("cross_entropy", "confidence_loss")
-    }
+def short(x):
+    """Numbers as a log keeps them."""
+    return [round(v, 4) for v in x] if isinstance(x, list) else x

@@ -11,6 +11,7 @@ Each stage starts from the weights that the one before wrote and takes under nin
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import time
 from dataclasses import fields, replace
@@ -74,7 +75,7 @@ def run_drafter(args) -> None:
     began = time.perf_counter()
     held = drafter.train(
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
-        stop_after=args.seconds,
+        capture=args.capture, stop_after=args.seconds,
     )
     weights.write_both(args.out, config, weights.official(config, held), tokenizer)
     log.row(stage="written", seconds=time.perf_counter() - began)
@@ -123,14 +124,21 @@ def _data(work: str | Path):
 
 
 def _recipe(recipe: Any, changes: list[str]) -> Any:
-    """The recipe with `name=value` changes; values are Python literals of the field's type."""
-    known = {f.name: type(getattr(recipe, f.name)) for f in fields(recipe)}
+    """The recipe with `name=value` changes; values are Python literals."""
+    known = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
     values = {}
     for change in changes:
         name, _, text = change.partition("=")
-        if known.get(name) not in (int, float):
-            raise SystemExit(f"--set {change}: the numbers of this recipe are {sorted(known)}")
-        values[name] = known[name](text)
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            value = None
+        held = known.get(name)
+        if isinstance(held, float) and isinstance(value, int):
+            value = float(value)
+        if held is None or type(value) is not type(held):
+            raise SystemExit(f"--set {change}: the recipe has {known}")
+        values[name] = value
     return replace(recipe, **values)
 
 

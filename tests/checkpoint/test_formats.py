@@ -167,3 +167,17 @@ def _one(storage: str) -> int:
 def test_refusals(weight, storage, said):
     with pytest.raises(ValueError, match=said):
         quantise(weight, storage)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "table", "fp4"])
+def test_rounding_is_what_reading_back_gives(storage):
+    """Random weights of all sizes, every midpoint of E2M1, zeros of both signs."""
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.0, -0.0])
+    weight = torch.randn(64, 64) * torch.logspace(-30, 30, 64)[:, None]
+    weight[:32, :10] = torch.where(torch.rand(32, 10) < 0.5, -middle, middle)
+    weight[:32, 10:32] = 0
+    stored = quantise(weight, storage).dequantise(torch.float32)
+    rounded = round_storage(weight, storage)
+    assert torch.equal(rounded, stored) and torch.equal(rounded.signbit(), stored.signbit())
+    weight[40, 3] = torch.nan
+    assert round_storage(weight, storage)[40, 3].isnan()

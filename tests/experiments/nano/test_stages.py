@@ -38,8 +38,8 @@ def stages(tmp_path_factory):
     weights.write_both(folder / "one", config, weights.official(config, held), tokenizer)
     model = weights.model_of(Checkpoint.open(folder / "one" / "stored"), torch.float32, "cpu")
     recipe = Drafter(
-        steps=40, rows=4, length=64, anchors=16, warmup=4, generated=8, prompt=16, written=16,
-        dev_every=20,
+        steps=40, rows=4, length=64, anchors=16, warmup=4, written=16, written_length=32,
+        greedy_prompt=16, sampled_prompt=12, dev_every=20,
     )
     held = drafter.train(model, recipe, data, seed=0, log=log)
     weights.write_both(folder / "two", config, weights.official(config, held), tokenizer)
@@ -109,6 +109,11 @@ def test_written_text_is_the_models_own(stages):
     assert torch.equal(text, written.write(model, starts, 16, heat, seed=1, prefill=4))
     other = written.write(model, starts, 16, heat, seed=2, prefill=4)
     assert torch.equal(text[::2], other[::2]) and not torch.equal(text[1::2], other[1::2])
+    # a prompt that ends inside a window
+    short = written.write(model, starts[:, :13], 19, torch.zeros(4), seed=1)
+    with torch.no_grad():
+        logits = model(fast.context(model.config, short, dtype=torch.float64)).logits.view(4, 32, -1)
+    assert torch.equal(logits[:, 12:31].argmax(2), short[:, 13:])
 
 
 # ------------------------------------------------------------------------------------ the parts
@@ -120,6 +125,21 @@ def test_dropout_only_touches_what_sub_layers_give():
     assert (tap("layers.3.attn.out", ones, None) == 0).any()
     for name in ("layers.3.attn.in", "layers.3.in", "mtp.0.attn.out", "logits"):
         assert torch.equal(tap(name, ones, None), ones)
+
+
+def test_n_grams_are_passed_off_as_unseen_the_longest_first():
+    """Nested by size, the same tokens in both layers, other n-grams' rows in their place."""
+    tap = backbone.Training(0.0, unseen=(0.1, 0.3, 0.6))
+    rows = torch.arange(4000)[:, None] * 6 + torch.arange(6)
+    first, second = (tap(f"layers.{i}.engram.rows", rows, None) for i in (1, 4))
+    changed = first != rows
+    assert torch.equal(changed | (first == rows), torch.ones_like(changed))
+    shares = changed.double().mean(0)
+    expected = torch.tensor([0.1, 0.1, 0.3, 0.3, 0.6, 0.6], dtype=torch.float64)
+    assert (shares - expected).abs().max() < 0.03
+    assert (changed[:, 0] <= changed[:, 2]).all() and (changed[:, 2] <= changed[:, 4]).all()
+    assert (first % 6 == torch.arange(6)).all(), "a row of another column"
+    assert ((second != rows) == changed).double().mean() > 0.99
 
 
 def test_load_counts_rows_and_no_padding():
