@@ -1,0 +1,141 @@
+"""What a graph would capture never waits for the device, and a captured step is the eager one."""
+
+import pytest
+import torch
+from deepinfer import kernels
+from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from experiments.nano import backbone, drafter, weights, written
+from experiments.nano.config import Backbone, Drafter, small_config
+from experiments.nano.graphs import EAGER, Captured
+from experiments.nano.muon import Optimiser
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses what a capture refuses: values read, shapes that depend on values, data from the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert not name.startswith(("_local_scalar", "nonzero", "masked_select", "_unique")), name
+        assert name != "lift_fresh" or not args[0].ndim, "a tensor of the host's numbers"
+        for ids in args[1] if name in ("index", "index_put", "index_put_") else ():
+            assert ids is None or ids.dtype != torch.bool, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = tiny_tokenizer()
+    config = small_config(tokenizer)
+    model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(("gate.bias", "gate.bias_vl")))
+    return model
+
+
+@pytest.fixture
+def references():
+    """The plain torch of every op: what runs where no GPU kernel does, and never numpy."""
+    with kernels.use(**{op: "reference" for op in kernels.names()}):
+        yield
+
+
+def optimiser(model, prefix):
+    held = {
+        n: p for n, p in model.named_parameters()
+        if p.requires_grad and n.startswith("mtp.") == (prefix == "mtp.")
+    }
+    return Optimiser(held, weights.is_matrix, (1e-3, 1e-3), (0.1, 0.1))
+
+
+def twice(step: Captured, **values) -> None:
+    step(**values)  # constants of the model are brought to the device in the first call
+    for name, value in values.items():
+        held = step.inputs[name]
+        held.copy_(value) if isinstance(value, torch.Tensor) else held.fill_(value)
+    with OnDevice():
+        step.run()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_backbone_step_never_waits(model, references, rounded):
+    rounding = weights.rounding(model.config) if rounded else None
+    recipe = Backbone(rows=2, length=32)
+    balance = backbone.Balance(model.layers, recipe.bias_rates)
+    step = backbone.step_of(
+        model, recipe, optimiser(model, "layers."), balance, False, False, rounding
+    )
+    twice(step, ids=torch.randint(5, 900, (2, 33)), phase=1, factor=0.5, bias_rate=1e-3)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_drafter_step_never_waits(model, references, rounded):
+    rounding = weights.rounding(model.config) if rounded else None
+    recipe = Drafter(rows=2, length=32, anchors=4)
+    source = drafter.Source("greedy", None, 8, 2, 32)
+    balance = backbone.Balance(model.mtp, recipe.bias_rates)
+    step = drafter.step_of(
+        model, recipe, source, optimiser(model, "mtp."), balance, False, False, rounding
+    )
+    twice(step, ids=torch.randint(5, 900, (2, 33)), factor=0.5, bias_rate=1e-3)
+
+
+@torch.no_grad()
+def test_a_written_token_never_waits(model, references):
+    cache, pages, states = written._cache(model, 3, 24)
+    out = torch.randint(5, 900, (3, 24))
+    heat = torch.tensor([0.0, 1.0, 1.0])
+    twice(written._step(model, cache, pages, states, out, heat, False), at=9)
+
+
+def test_the_guard_sees_what_it_should():
+    x = torch.arange(4)
+    for waits in (
+        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]), lambda: x[x[0]],
+    ):
+        with OnDevice(), pytest.raises(AssertionError):
+            waits()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_what_the_eager_step_does():
+    """More calls than are eager, with inputs that change: the same sums."""
+    x, total = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def run():
+        total.add_(x * 2)
+        return {"total": total}
+
+    step = Captured(run, {"x": x}, capture=True)
+    for i in range(EAGER + 4):
+        out = step(x=float(i))
+    assert out["total"].tolist() == [2.0 * sum(range(EAGER + 4))] * 4
+
+
+@pytest.mark.gpu
+def test_captured_stages_equal_eager_ones():
+    """A few steps of each stage and some written tokens, eager and captured, from one start."""
+    tokenizer = tiny_tokenizer()
+    config = small_config(tokenizer)
+    seen = {}
+    for capture in (False, True):
+        torch.manual_seed(0)
+        state = weights.initial(config, 0)
+        model = weights.model_from(config, state, tokenizer, torch.float32, "cuda")
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.endswith(("gate.bias", "gate.bias_vl")))
+        recipe = Backbone(rows=2, length=64, dropout=0.0, unseen=(), index_random=0)
+        balance = backbone.Balance(model.layers, recipe.bias_rates)
+        step = backbone.step_of(model, recipe, optimiser(model, "layers."), balance, False, capture)
+        random = torch.Generator().manual_seed(1)
+        for i in range(EAGER + 5):
+            ids = torch.randint(5, 900, (2, 65), generator=random).cuda()
+            out = step(ids=ids, phase=i % 4, factor=1.0, bias_rate=0.0)
+        starts = torch.randint(5, 900, (4, 16), generator=random)
+        for p in model.parameters():
+            p.requires_grad_(False)
+        text = written.write(model, starts, 24, torch.zeros(4), seed=0, capture=capture)
+        seen[capture] = (float(out["nats"]), text.cpu())
+    assert seen[True][0] == pytest.approx(seen[False][0], abs=2e-3)
+    assert (seen[True][1] == seen[False][1]).double().mean() > 0.8  # near-ties may turn
