@@ -31,7 +31,10 @@ __all__ = ["WORK", "encode", "make", "vocabulary_texts"]
 WORK = Path(__file__).resolve().parent / "work"
 BOS, EOS = 0, 1
 LIBRARY_WEIGHT = 4  # a library file counts so often for the merges, a test file once
-TABLES = "encodings"  # 1.4 MB of character tables: trained on, but not worth a merge
+TABLES = "encodings"  # 1.4 MB of character tables: not worth a merge
+# A file of at least so many tokens with fewer bytes a token than this is a table of numbers or
+# names. A quarter of the library's tokens are, and they teach nothing about code.
+TABLE_TOKENS, TABLE_BYTES = 2_000, 2.4
 
 
 def make(work: Path = WORK, replace: bool = False) -> list[str]:
@@ -53,6 +56,8 @@ def make(work: Path = WORK, replace: bool = False) -> list[str]:
     arrays: dict[str, np.ndarray] = {}
     for name in ("library", "tests", "dev", "heldout", "prose"):
         files = second if name == "prose" else getattr(parts, name)
+        if name in ("library", "tests"):
+            files = without_tables(tokenizer, files)
         ids, offsets = encode(tokenizer, [file.text for file in files])
         tokens[name] = (files, ids.size)
         if name in ("library", "tests", "dev"):
@@ -65,6 +70,16 @@ def vocabulary_texts(parts: Split) -> list[str]:
     """What the merges are learnt from: trained files alone, library text before all."""
     library = [file.text for file in parts.library if file.module != TABLES]
     return library * LIBRARY_WEIGHT + [file.text for file in parts.tests]
+
+
+def without_tables(tokenizer: Any, files: Sequence[Source]) -> list[Source]:
+    """The files that are not tables (see TABLE_BYTES)."""
+    kept = []
+    for file in files:
+        tokens = len(tokenizer.encode(file.text).ids)
+        if tokens < TABLE_TOKENS or file.size / tokens >= TABLE_BYTES:
+            kept.append(file)
+    return kept
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -85,6 +100,8 @@ def _found(parts: Split) -> Iterable[str]:
     for path, why in parts.dropped.items():
         if why.startswith("near "):
             yield f"not trained on: {path}: {why}"
+    yield f"trained files that are tables are left out: {TABLE_TOKENS:,} tokens or more at less than "\
+        f"{TABLE_BYTES} bytes a token"
     copies = sum(why.startswith("copy ") for why in parts.dropped.values())
     yield f"not trained on, exact copies: {copies} files"
     yield "text that trained files still share with held-out or dev ones, the largest:"

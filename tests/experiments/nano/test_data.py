@@ -300,3 +300,18 @@ def test_shipped_texts_are_not_overwritten_unasked(tmp_path):
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     ship.write(others, "3.11.9", "free\n", tmp_path, replace=True)
     assert before != {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_tables_are_left_out_of_training():
+    """Long files of few bytes a token; short ones and code stay."""
+
+    def encode(text):
+        return SimpleNamespace(ids=list(range(len(text) // (2 if text.startswith("'") else 4))))
+
+    table = "'\\x00'\n" * 2_000
+    files = [
+        Source("encodings/cp1.py", table), Source("short.py", table[:900]),
+        Source("code.py", "def f(x):\n    return x\n" * 2_000),
+    ]
+    kept = data.without_tables(SimpleNamespace(encode=encode), files)
+    assert [file.path for file in kept] == ["short.py", "code.py"]
