@@ -75,7 +75,7 @@ _TEXT: dict[str, Any] = {
     "dspark_target_layer_ids": [9, 10, 11],
     "dspark_markov_rank": 64,
     "dspark_n_routed_experts": 16,
-    "dspark_num_experts_per_tok": 6,  # the release has 3 of 128; experts this narrow want company
+    "dspark_num_experts_per_tok": 8,  # the release has 3 of 128; experts this narrow want company
 }
 
 # In miniature, for tests: the same roles of layers, nothing of the same size.
@@ -197,7 +197,7 @@ class Backbone:
 class Drafter:
     """Recipe of the drafter stage, on the frozen backbone as it is stored."""
 
-    steps: int = 1500
+    steps: int = 3500
     rows: int = 8
     length: int = 4096
     anchors: int = 1024  # blocks a row of `length` tokens
@@ -212,15 +212,16 @@ class Drafter:
     clip: float = 1.0
     bias_rates: tuple[tuple[float, float], ...] = ((0.9, 1e-3), (1.0, 0.0))
     rounded_from: float = 0.6  # share of the steps after which its weights are rounded as stored
-    written_share: float = 0.5  # of the steps that run on text the target wrote
-    written: int = 4096  # sequences it writes, half greedily, half at temperature 1
+    # Of the steps on: the corpus, text that the target wrote, what it goes on with greedily.
+    shares: tuple[float, ...] = (0.25, 0.45, 0.3)
+    written: int = 4096  # sequences of each of the latter two
     written_length: int = 512  # with their prompts
-    greedy_prompt: int = 256
-    sampled_prompt: int = 32
+    prompt: int = 32  # so short that most of the text is new
+    temperatures: tuple[float, ...] = (0.6, 1.0)  # of the first kind, spread evenly
     dev_every: int = 250
 
     def small(self) -> Drafter:
         return replace(
             self, steps=6, rows=2, length=64, anchors=8, warmup=2, written=4, written_length=32,
-            greedy_prompt=16, sampled_prompt=8, dev_every=3,
+            prompt=8, dev_every=3,
         )

@@ -61,12 +61,11 @@ def train(
         for s in sources for rounding in roundings
     }
     streams = [Stream(data["library"], seed + 2), Stream(data["tests"], seed + 3)]
-    order = torch.Generator().manual_seed(seed)
+    order, shares = torch.Generator().manual_seed(seed), torch.tensor(r.shares)
     last = time.perf_counter()
     for step in range(r.steps):
         done = (step + 1) / r.steps
-        which = float(torch.rand((), generator=order))
-        source = sources[0] if which >= r.written_share else sources[1 + (2 * which < r.written_share)]
+        source = sources[int(torch.multinomial(shares, 1, generator=order))]
         ids = _rows(source, streams, order, model.device)
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
         run = steps[source.name, step >= r.rounded_from * r.steps]
@@ -164,27 +163,34 @@ def _sources(
     model: Model, r: Drafter, data: dict[str, Split], seed: int, log: Log, compiled: bool,
     capture: bool,
 ) -> list[Source]:
-    """The corpus; what the model wrote greedily after long prompts; what it wrote at temperature 1
-    after short ones, and so mostly about things that it was never shown."""
-    sources = [Source("corpus", None, 0, r.rows, r.length)]
-    splits = [data["library"], data["tests"]]
-    for i, (name, heat) in enumerate((("greedy", 0.0), ("sampled", 1.0))):
+    """The corpus; what the model wrote after short prompts, and so mostly about things that it was
+    never shown; and what it goes on with greedily after half of that. On text that it was trained on
+    it is far surer than it will ever be again, and a drafter taught there learns too easy a task.
+    """
+    prompts = written.prompts([data["library"], data["tests"]], r.written, r.prompt, seed + 4)
+    heat = torch.linspace(*r.temperatures, r.written)
+    half = r.written_length // 2
+    rows = max(1, min(r.rows * r.length // r.written_length, r.written))
+
+    def write(name: str, starts: Tensor, heat: Tensor) -> Source:
         began = time.perf_counter()
-        prompt = r.greedy_prompt if name == "greedy" else r.sampled_prompt
-        starts = written.prompts(splits, r.written // 2, prompt, seed + 4 + 2 * i)
         text = written.write(
-            model, starts, r.written_length + 1 - prompt, torch.full((len(starts),), heat),
-            seed=seed + i, compiled=compiled, capture=capture,
+            model, starts, r.written_length + 1 - starts.shape[1], heat, seed=seed,
+            compiled=compiled, capture=capture,
         )
-        own = text[:64, prompt:].tolist()
+        first = starts.shape[1]
+        own = text[:64, first:].tolist()
         log.row(
             stage="written", text=name, seconds=time.perf_counter() - began,
-            tokens=text[:, prompt:].numel(),
+            tokens=text[:, first:].numel(),
             different=sum(len(set(row)) / len(row) for row in own) / len(own),
         )
-        rows = max(1, min(r.rows * r.length // r.written_length, len(text)))
-        sources.append(Source(name, text, prompt, rows, r.written_length))
-    return sources
+        return Source(name, text, first, rows, r.written_length)
+
+    sampled = write("sampled", prompts, heat)
+    assert sampled.text is not None
+    greedy = write("greedy", sampled.text[:, :half], torch.zeros(r.written))
+    return [Source("corpus", None, 0, r.rows, r.length), sampled, greedy]
 
 
 def _rows(source: Source, streams: list[Stream], order: torch.Generator, device) -> Tensor:

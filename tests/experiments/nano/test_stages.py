@@ -39,7 +39,7 @@ def stages(tmp_path_factory):
     model = weights.model_of(Checkpoint.open(folder / "one" / "stored"), torch.float32, "cpu")
     recipe = Drafter(
         steps=40, rows=4, length=64, anchors=16, warmup=4, written=16, written_length=32,
-        greedy_prompt=16, sampled_prompt=12, dev_every=20,
+        prompt=12, dev_every=20,
     )
     held = drafter.train(model, recipe, data, seed=0, log=log)
     weights.write_both(folder / "two", config, weights.official(config, held), tokenizer)
