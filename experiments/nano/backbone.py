@@ -122,8 +122,9 @@ def step_of(
     def run() -> dict[str, Tensor]:
         index_loss = fast.IndexLoss(r.index_every, r.index_random, inputs["phase"])
         tap = Training(r.dropout, unseen=r.unseen)
+        read = noisy(inputs["ids"][:, :-1], r.noise, model.config.dspark_noise_token_id)
         ctx = fast.context(
-            model.config, inputs["ids"][:, :-1], tap=tap, index_loss=index_loss, compiled=compiled,
+            model.config, read, tap=tap, index_loss=index_loss, compiled=compiled,
             dtype=model.dtype, constants=constants,
         )
         loss = language_loss(model, inputs["ids"], ctx)
@@ -200,8 +201,17 @@ def train(
     return {**held, **masters}
 
 
+def noisy(ids: Tensor, share: float, noise: int) -> Tensor:
+    """ids with a share of them replaced by the noise token: a regulariser of words and n-grams. The
+    tokens to predict stay as they are."""
+    if not share:
+        return ids
+    return torch.where(torch.rand(ids.shape, device=ids.device) < share, noise, ids)
+
+
 def language_loss(model: Model, ids: Tensor, ctx: ForwardContext) -> Tensor:
-    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1]."""
+    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1], or of what
+    the model is to read in their place."""
     return F.cross_entropy(model(ctx).logits, ids[:, 1:].flatten())
 
 

@@ -177,6 +177,7 @@ class Backbone:
     last: float = 0.02
     dropout: float = 0.2  # on the outputs of both sub-layers; over-fitting is the limit, not compute
     unseen: tuple[float, ...] = (0.05, 0.2, 0.4)  # bigrams, trigrams, ... passed off as new ones
+    noise: float = 0.0  # share of the input tokens replaced by the noise token
     clip: float = 1.0
     # The router's biases: fast while experts nearly die, then slower, then left alone.
     bias_rates: tuple[tuple[float, float], ...] = ((0.3, 5e-3), (0.9, 1e-3), (1.0, 0.0))

@@ -61,7 +61,7 @@ def twice(step: Captured, **values) -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_backbone_step_never_waits(model, references, rounded):
     rounding = weights.rounding(model.config) if rounded else None
-    recipe = Backbone(rows=2, length=32)
+    recipe = Backbone(rows=2, length=32, noise=0.1)
     balance = backbone.Balance(model.layers, recipe.bias_rates)
     step = backbone.step_of(
         model, recipe, optimiser(model, "layers."), balance, False, False, rounding

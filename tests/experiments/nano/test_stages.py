@@ -142,6 +142,14 @@ def test_n_grams_are_passed_off_as_unseen_the_longest_first():
     assert ((second != rows) == changed).double().mean() > 0.99
 
 
+def test_noise_replaces_a_share_of_what_is_read():
+    ids = torch.randint(5, 900, (4, 5000))
+    read = backbone.noisy(ids, 0.2, 3)
+    changed = read != ids
+    assert (read[changed] == 3).all() and abs(changed.double().mean() - 0.2) < 0.02
+    assert backbone.noisy(ids, 0.0, 3) is ids
+
+
 def test_load_counts_rows_and_no_padding():
     ids = torch.tensor([[0, 2], [2, 1], [-1, -1]])
     assert backbone.expert_load(ids, 4).tolist() == [1, 1, 2, 0]
