@@ -15,10 +15,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Mapping, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Mapping, Self
 
 from . import config_checks as checks
 from .config_release import released_config
+
+if TYPE_CHECKING:
+    from .measure.table import Table
 
 __all__ = [
     "EngineConfig",
@@ -407,6 +410,62 @@ class EngineConfig(_Config):
         if isinstance(self.kernels, Mapping):
             set_field(self, "kernels", dict(self.kernels))
         super().__post_init__()
+
+    @classmethod
+    def production(cls) -> EngineConfig:
+        """DeepInfer's documented settings, as far as there are fields for them.
+
+        bfloat16 with FP8 and FP4 weights kept as stored, activations rounded (fidelity 2), packed
+        cache records, pages of 128 tokens, 4,096 tokens of context, 256 sequences and 4,096 rows a
+        step; overlap where an engine has it (imports torch to ask). Of the documents' settings,
+        these are slots and not fields: five drafts a step (verifier=di.verifier.Fixed(5)) and
+        bounded replay of the last 140 prompt tokens (the replay slot has 'exact' only, so far).
+        These do not exist here yet: expert, data and context parallelism, graphs, load balancing of
+        experts, a cap on the context of a prefill step, 1.2 state slots a sequence, a share of
+        device memory for the cache (give num_pages). Source: DeepInfer 0.1.0, EngineArgs and
+        environ.py.
+
+        >>> eng = di.Engine.nano(**dataclasses.asdict(di.EngineConfig.production()))
+        """
+        from .engine.environment import overlap_exists
+
+        return cls(
+            dtype="bfloat16",
+            fidelity=2,
+            max_model_len=4096,
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
+            page_size=128,
+            overlap=overlap_exists(),
+            packed_cache=True,
+            keep_quantised=True,
+        )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
+        """The defaults with what DEEPINFER_* variables change; environ None reads os.environ now.
+
+        Raises ValueError naming the variable: not documented, no value of its type, or something
+        that cannot be had here (`environment` says why). USE_NEXTN_DECODE is a slot, not a field,
+        and refused here where it is not 0: `di.LLM` takes it.
+        """
+        from .engine.environment import read
+
+        found = read(os.environ if environ is None else environ)
+        if found.drafts:
+            raise ValueError(
+                f"DEEPINFER_USE_NEXTN_DECODE={found.drafts} is the verifier slot, which an "
+                f"EngineConfig does not hold: make the engine with verifier=di.verifier.Fixed("
+                f"{found.drafts}) and unset it, or use di.LLM"
+            )
+        return cls(**found.settings)
+
+    @staticmethod
+    def environment() -> Table:
+        """Every documented DEEPINFER_* variable: type, default, what it becomes, or why it is refused."""
+        from .engine.environment import table
+
+        return table()
 
     def to_json(self) -> str:
         """The settings as one JSON object (reads back with `EngineConfig(**json.loads(text))`)."""

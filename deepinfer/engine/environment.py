@@ -1,0 +1,309 @@
+"""The documented DEEPINFER_* variables: what each becomes here, or why it is refused.
+
+One table, `VARIABLES`. A variable is one of
+    field      it becomes a field of EngineConfig
+    drafts     it becomes the verifier slot
+    already    what it asks for holds here anyway (a value for which it does not hold is refused)
+    elsewhere  DeepInfer's engine does not read it either (scripts, logs, tests)
+    refused    only its default is accepted: what it would need is said
+Nothing is read before `read` is called and nothing is kept. The display variables of this package
+(DI_DISPLAY) have another prefix and are not settings of an engine.
+
+Source of names, types and defaults: DeepInfer 0.1.0, environ.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepinfer.measure.table import Table
+
+PREFIX = "DEEPINFER_"
+FALSE = ("0", "", "false", "False")
+DRAFTS = 5  # DeepInfer's USE_NEXTN_DECODE where it is not set
+
+
+# ------------------------------------------------------------------------------------ conversions
+
+
+def boolean(text: str) -> bool:
+    """DeepInfer's rule: false for "0", "", "false" and "False", true for anything else."""
+    return text not in FALSE
+
+
+def real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return value
+
+
+def reals(text: str) -> tuple[float, ...]:
+    """A number, or a list of them with commas between."""
+    return tuple(real(part) for part in text.split(","))
+
+
+def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An empty value means: not set."""
+    return lambda text: convert(text) if text else None
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    def choose(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"found {text!r}; allowed: {', '.join(map(repr, names))}")
+        return text
+
+    return choose
+
+
+CONVERT: dict[str, Callable[[str], Any]] = {
+    "bool": boolean,
+    "int": int,
+    "float": real,
+    "str": str,
+    "int or unset": optional(int),
+    "str or unset": optional(str),
+    "float or list": reals,
+    "nvidia | ascend": one_of("nvidia", "ascend"),
+    "off | mask | compact": one_of("off", "mask", "compact"),
+}
+
+
+# ---------------------------------------------------------------------------------------- the rows
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One documented variable. name: without the prefix; default: DeepInfer's, converted; becomes:
+    the field of EngineConfig, where there is one; note: what it becomes, or what it would need."""
+
+    name: str
+    kind: str
+    default: Any
+    use: str
+    note: str
+    becomes: str = ""
+    holds: Callable[[Any, int], bool] = lambda value, drafts: True
+
+    @property
+    def full(self) -> str:
+        return PREFIX + self.name
+
+    def convert(self, text: str) -> Any:
+        """The value of a text. ValueError starts with the variable's name."""
+        try:
+            return CONVERT[self.kind](text)
+        except ValueError as error:
+            raise ValueError(f"{self.full}={text!r}: a value is {self.kind}: {error}") from None
+
+
+def _field(name: str, kind: str, default: Any, becomes: str, note: str) -> Variable:
+    return Variable(name, kind, default, "field", note, becomes)
+
+
+def _already(name: str, kind: str, default: Any, note: str, holds=lambda v, n: True) -> Variable:
+    return Variable(name, kind, default, "already", note, holds=holds)
+
+
+def _elsewhere(name: str, note: str) -> Variable:
+    return Variable(name, "str or unset", None, "elsewhere", note)
+
+
+def _refused(name: str, kind: str, default: Any, note: str) -> Variable:
+    return Variable(name, kind, default, "refused", note)
+
+
+_GPUS = "needs several GPUs and expert parallelism, which this engine does not have"
+_BALANCE = "needs experts spread over devices; this engine holds every expert on one"
+_NO_GRAPHS = "no step is captured as a graph here"
+_IMAGES = "needs the image tower in the engine, which takes text only"
+_GRAMMAR = "no grammar compiler is part of the package yet; see the grammar slot"
+_REPLAY = "needs a replay policy that drops rows; so far the replay slot has 'exact' only"
+_BALLOT = "needs the data-parallel votes; a single engine prefills whenever something waits and fits"
+_LOGS = "this engine writes no log lines; read eng.stats"
+_PROFILE = "not built in; use torch.profiler around eng.step()"
+_NO_COSTS = "step costs are not measured and cached; a verifier brings its own cost curve"
+
+VARIABLES: tuple[Variable, ...] = (
+    # what the hardware is
+    _refused("ACCELERATOR", "nvidia | ascend", "nvidia", "needs an Ascend device; use device='auto'"),
+    _refused("JIT_CACHE_DIR", "str or unset", None, "no kernel is compiled at run time into a cache"),
+    _refused("NCCL_NUM_SMS", "int", 32, _GPUS),
+    _refused("USERBUFFER_COMM_SMS", "int", 0, _GPUS),
+    _refused("GLOO_TIMEOUT", "float", 14400.0, "needs several processes"),
+    _refused("NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", "int", 1000, _GPUS),
+    # experts
+    _refused("REARRANGE_P2P_GROUPS", "int", 1, _BALANCE),
+    _refused("OVERRIDE_NUM_EXTRA_EXPERTS", "int", 0, _BALANCE),
+    _refused("EXPERT_COUNT_WINDOW_SIZE", "int", 100, _BALANCE),
+    _refused("EXPERT_REARRANGEMENT_STEP_INTERVAL", "int", 0, _BALANCE),
+    _refused("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", "bool", False, _BALANCE),
+    _refused("MOE_LB_STAT_INTERVAL", "int", 128, _BALANCE),
+    _refused("FORCE_IMBALANCE_RATIO", "float", 0.0, "write an experts variant that routes as you say"),
+    _refused("FORCE_LOAD_BALANCE", "bool", False, "write an experts variant that routes as you say"),
+    _refused("SHOW_EPLB_DETAIL", "bool", False, _BALANCE),
+    # steps
+    _refused("PREFILL_MAX_SUM_SEQLEN_K", "int or unset", None,
+             "needs a budget for the context of a prefill step, which is no EngineConfig field yet"),
+    _refused("PREFILL_ATTEMPT_INTERVAL", "int", 70, _BALLOT),
+    _refused("PREFILL_ANY_ATTEMPT_INTERVAL", "int", 100, _BALLOT),
+    _refused("NUM_STATE_SLOTS_RATIO", "float", 1.2, "there is one state slot a sequence: max_num_seqs"),
+    _field("ZERO_OVERHEAD_SCHEDULING", "bool", False, "overlap",
+           "the next step is launched before the last one is read; di.LLM's default is on"),
+    _refused("GC_INTERVAL_STEP", "int", 1000, "Python collects its garbage when it likes; see gc"),
+    _refused("RINGBUFFER_WARNING_INTERVAL", "int", 60, "needs several processes"),
+    _refused("LOGGING_INTERVAL_STEP", "int", 100, _LOGS),
+    # drafts
+    Variable("USE_NEXTN_DECODE", "int", DRAFTS, "drafts",
+             "most drafted tokens a step: verifier=Fixed(n), 0 is 'off'", "verifier"),
+    _refused("ENABLE_MTP_VARLEN", "bool", False,
+             "needs a verifier that schedules by confidence; so far 'off' and 'fixed'"),
+    _already("MAX_BACKTRACKING_TOKENS", "int", DRAFTS + 1,
+             "rings step back by the drafts and one token; more is refused",
+             lambda value, drafts: value <= drafts + 1),
+    _refused("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "float or list", (1.0,),
+             "needs a verifier that schedules by confidence; so far 'off' and 'fixed'"),
+    _refused("DECODE_PERF_CACHE_DIR", "str or unset", None, _NO_COSTS),
+    _refused("DECODE_PERF_CACHE_TTL_SEC", "int", 3600, _NO_COSTS),
+    # model
+    _refused("INDEX_ATTN_MEMORY_LIMIT", "int", 10 * 2**30,
+             "index scores are not split by a memory limit; lower max_num_batched_tokens"),
+    _refused("ENGRAM_PAD_TOKEN", "int", 2, "it is engram_pad_token_id of the checkpoint's config.json"),
+    _already("ENGRAM_FORCE_GPU_STORAGE", "bool", False, "n-gram tables lie where the weights lie"),
+    _refused("YOCO_PREFILL_TRUNCATION_MODE", "off | mask | compact", "off", _REPLAY),
+    _refused("YOCO_PREFILL_KEEP_TOKENS", "int", 0, _REPLAY),
+    _field("BATCH_INVARIANT", "bool", False, "batch_invariant",
+           "bits that do not depend on the batch (on a CPU so far)"),
+    _refused("PREFILL_STORE_EXTRA_STATE", "bool", False, "needs an external key-value store"),
+    _refused("PREFILL_STORE_EXTRA_SIZE", "int", 128, "needs an external key-value store"),
+    _already("ENFORCE_EAGER", "bool", False, _NO_GRAPHS),
+    _refused("CUDAGRAPH_BATCH_SIZE_INTERVAL", "int", 8, _NO_GRAPHS),
+    _already("DFLASH_ENFORCE_EAGER", "bool", False, _NO_GRAPHS),
+    _refused("DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", "int", 8, _NO_GRAPHS),
+    # sampling
+    _refused("COMPUTE_SUM_SMALLER_PROBS", "bool", False,
+             "no sampler returns the mass below a token; use top_logprobs, or one of your own"),
+    _refused("SAMPLER_FORCE_TOPK", "int", 0, "laws are kept over the whole vocabulary; use top_k"),
+    _refused("DECODE_TOKEN_BLACKLIST", "str", "",
+             "write a sampler or a grammar of your own that never allows those ids"),
+    # structured output
+    _refused("XGRAMMAR_DEBUG", "bool", False, _GRAMMAR),
+    _refused("XGRAMMAR_TIMEOUT", "float", 20.0, _GRAMMAR),
+    _refused("XGRAMMAR_DISABLE_CACHE", "bool", False, _GRAMMAR),
+    _refused("XGRAMMAR_CACHE_LIMIT_BYTES", "int", 10 * 2**30, _GRAMMAR),
+    _refused("SO_BUILDER_CPUS", "int", 4, _GRAMMAR),
+    # images
+    _refused("USE_MULTIMODAL_POOL", "bool", False, _IMAGES),
+    _refused("MULTIMODAL_POOL_SIZE_GB", "int", 8, _IMAGES),
+    _refused("MULTI_MODAL_BUFFER_SIZE", "int", 512, _IMAGES),
+    _refused("MULTI_MODAL_WORKER_TIMEOUT", "float", 1800.0, _IMAGES),
+    # looking inside
+    _already("DISABLE_SYNC_GUARD", "bool", False, "no guard watches for waits between host and device"),
+    _refused("PROFILE_TORCH_CUDA_MEMORY", "str or unset", None, _PROFILE),
+    _refused("ENABLE_MEMORY_TRACING", "bool", False, _PROFILE),
+    _refused("PROFILE_HTTP_ENABLE", "bool", False, _PROFILE),
+    _refused("PROFILE_HTTP_PORT_BASE", "int", 6070, _PROFILE),
+    _refused("TORCH_PROFILER_DIR", "str", "/tmp", _PROFILE),
+    # read outside environ.py
+    _elsewhere("HF_MODEL_DIR", "where DeepInfer's example scripts look for the checkpoint"),
+    _elsewhere("CPP_LOG_LEVEL", "log level of its C++ parts, which this package has not"),
+    _elsewhere("FUSED_SAMPLE_STRESS_TEST", "its own tests"),
+    _elsewhere("FUSED_SAMPLE_DETAIL_LOG", "its own tests"),
+)
+
+BY_NAME: dict[str, Variable] = {v.full: v for v in VARIABLES}
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an environment says. settings: fields of EngineConfig; drafts: most drafted tokens a
+    step, None where it is not said; given: 'NAME=text' of each variable that is set."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafts: int | None = None
+    given: tuple[str, ...] = ()
+
+
+def read(environ: Mapping[str, str]) -> Found:
+    """Every DEEPINFER_* variable of `environ`, converted and checked.
+
+    Raises ValueError naming the variable: unknown (with the nearest name), a text that is no value
+    of it, or a value that this engine cannot give.
+    """
+    texts = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+    for name in texts:
+        if name not in BY_NAME:
+            raise ValueError(_unknown(name))
+    values = {name: BY_NAME[name].convert(text) for name, text in texts.items()}
+    drafts = values.get(PREFIX + "USE_NEXTN_DECODE")
+    if drafts is not None and drafts < 0:
+        raise ValueError(f"{PREFIX}USE_NEXTN_DECODE={drafts}: drafted tokens a step, 0 or more")
+    for name, value in values.items():
+        _check(BY_NAME[name], value, DRAFTS if drafts is None else drafts)
+    settings = {v.becomes: values[n] for n, v in BY_NAME.items() if v.use == "field" and n in values}
+    return Found(settings, drafts, tuple(f"{name}={text}" for name, text in sorted(texts.items())))
+
+
+def _check(variable: Variable, value: Any, drafts: int) -> None:
+    """Raise ValueError for what this engine cannot give."""
+    if variable.kind == "float or list" and len(value) not in (1, drafts):
+        raise ValueError(
+            f"{variable.full} has {len(value)} values: one, or one for each of {drafts} drafts"
+        )
+    if variable.use == "refused":
+        same = value == variable.default or (
+            isinstance(value, tuple) and set(value) == set(variable.default)
+        )
+    else:
+        same = variable.holds(value, drafts)
+    if not same:
+        raise ValueError(
+            f"{variable.full}={value!r} (default {variable.default!r}) is not available: "
+            f"{variable.note}. Unset it"
+        )
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, BY_NAME, 1)
+    hint = f"did you mean {close[0]}?" if close else "EngineConfig.environment() lists those there are"
+    return f"{name}: no such variable is documented; {hint}"
+
+
+def table() -> Table:
+    """One row per documented variable: what it becomes here, or what a refusal says."""
+    from deepinfer.measure.table import Table
+
+    rows = [
+        dict(
+            variable=v.full, type=v.kind,
+            default=",".join(map(str, v.default)) if isinstance(v.default, tuple) else str(v.default),
+            here=_here(v), note=v.note,
+        )
+        for v in VARIABLES
+    ]
+    return Table(rows, title="DEEPINFER_* variables of DeepInfer 0.1.0 and what they become here")
+
+
+def _here(variable: Variable) -> str:
+    if variable.use == "field":
+        return f"EngineConfig.{variable.becomes}"
+    if variable.use == "drafts":
+        return "verifier slot"
+    return "only its default" if variable.use == "refused" else variable.use
+
+
+def overlap_exists() -> bool:
+    """Whether an engine takes overlap=True: the documents' default where it does. Asked of the one
+    list of what an engine refuses."""
+    from deepinfer.engine import settings
+
+    return "overlap" not in getattr(settings, "LATER", {})
