@@ -1,12 +1,13 @@
-"""Pools of numbers: pages of block KV and slots of state KV. Number 0 of each is reserved.
+"""Numbers that are handed out: state slots (Pool) and pages of block KV (PageManager).
 
-A pool hands out numbers, it does not know what is stored under them. Number 0 means 'none': writes
-that must go nowhere land there, and padding rows point at it.
+Neither knows what is stored under a number. Number 0 means 'none': writes that must go nowhere land
+there, and padding rows point at it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from typing import Callable, Collection, Sequence
 
 
 class Pool:
@@ -38,3 +39,138 @@ class Pool:
                 raise RuntimeError(f"{self.name} {number} is given back but is not held")
             self._held.remove(number)
             self._free.append(number)
+
+
+class PageManager:
+    """Pages 1..size, shared by counting who holds them. A page is in exactly one of three places:
+
+        used     somebody holds it: never evicted, never handed out again
+        cached   nobody holds it but its content is known (`keep`): a hit may `pin` it
+        free     nobody holds it and nothing is known about it
+    Invariant: free + cached + used = size. `take` uses up the free pages, oldest first, and then
+    reclaims cached ones, least recently used first, telling `on_reclaim`. Pages given back
+    together go last page first: the tail of a sequence is reclaimed before its head, which other
+    sequences share.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a PageManager of {size} pages was asked: at least 1 is needed")
+        self.size = size
+        self.on_reclaim: Callable[[int], None] | None = None
+        """Called with a page just before its content is given up. It must only forget the page."""
+        self._free: deque[int] = deque(range(1, size + 1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._holders: dict[int, int] = {}
+        self._known: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"PageManager({self.used} used + {self.cached} cached + {self.free} free of {self.size})"
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return len(self._holders)
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can hand out now: free and cached."""
+        return self.free + self.cached
+
+    def holders(self, page: int) -> int:
+        """How many hold a page; 0 where it is cached or free."""
+        return self._holders.get(page, 0)
+
+    def ask(self, n: int, hit: Collection[int] = ()) -> str:
+        """Whether `take(n)` would work after `pin(hit)`: 'ok', 'later' (pages have to come back
+        first) or 'never'. A hit page that is still cached is not there to be reclaimed as well."""
+        if n < 0:
+            raise ValueError(f"{n} pages asked: a number of pages is 0 or more")
+        if n + len(hit) > self.size:
+            return "never"
+        return "ok" if n <= self.available - sum(p in self._cached for p in hit) else "later"
+
+    def take(self, n: int) -> list[int]:
+        """n pages with one holder each and nothing known about them. Raises RuntimeError, changing
+        nothing, where `ask(n)` is not 'ok'."""
+        if self.ask(n) != "ok":
+            raise RuntimeError(
+                f"{n} pages asked, {self.free} free and {self.cached} cached of {self.size}: "
+                "ask(n) first, and wait or preempt where it does not say 'ok'"
+            )
+        while len(self._free) < n:
+            self._reclaim()
+        pages = [self._free.popleft() for _ in range(n)]
+        self._holders.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def pin(self, pages: Sequence[int]) -> None:
+        """One more holder for each of these pages, used or cached. Raises RuntimeError, changing
+        nothing, for a page that is neither or is listed twice."""
+        self._check(pages, "pinned", lambda p: p in self._holders or p in self._cached)
+        for page in pages:
+            self._cached.pop(page, None)
+            self._holders[page] = self.holders(page) + 1
+
+    def give(self, pages: Sequence[int]) -> None:
+        """One holder less for each of these pages. Raises RuntimeError, changing nothing, for one
+        that nobody holds (given back twice) or that is listed twice."""
+        self._check(pages, "given back", lambda p: p in self._holders)
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            del self._holders[page]
+            if page in self._known:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """From now on the content of this used page is known, so that it is cached when its last
+        holder gives it back."""
+        self._check([page], "kept", lambda p: p in self._holders)
+        self._known.add(page)
+
+    def forget(self, page: int) -> None:
+        """The content of this page is known no more: a cached page is free at once, a used one when
+        its last holder gives it back. Raises RuntimeError where it was not known."""
+        self._check([page], "forgotten", lambda p: p in self._known)
+        self._known.remove(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def _reclaim(self) -> None:
+        page = next(iter(self._cached))
+        if self.on_reclaim is not None:
+            self.on_reclaim(page)
+        self.forget(page)
+
+    def _check(self, pages: Sequence[int], what: str, fits: Callable[[int], bool]) -> None:
+        if len(set(pages)) != len(pages):
+            twice = next(p for i, p in enumerate(pages) if p in pages[:i])
+            raise RuntimeError(
+                f"page {twice} is {what} but is listed twice: a holder lists each page once"
+            )
+        for page in pages:
+            if not fits(page):
+                raise RuntimeError(f"page {page} is {what} but is {self._where(page)}")
+
+    def _where(self, page: int) -> str:
+        """Where a page is, for errors."""
+        if page == 0:
+            return "0, which means 'no page': leave it out"
+        if not 1 <= page <= self.size:
+            return f"none of 1..{self.size}"
+        if page in self._holders:
+            known = "known" if page in self._known else "not known"
+            return f"used by {self._holders[page]}, its content {known}"
+        return "cached: pin it first" if page in self._cached else "free: nobody holds it"

@@ -1,0 +1,317 @@
+"""Prefix cache: which pages of block KV and which window snapshots earlier sequences have left.
+
+A page is found by its key, a digest of everything that decided what is in it: the chain of pages
+before it, the ids of its tokens, the pictures that reach into it, and at the root of the chain the
+weights, the salt and the adapter. Keys are full SHA-256 digests over typed and length-prefixed
+parts, the same in every process, so no two contents share one and keys may leave the process.
+
+Pages and snapshots are kept apart and evicted apart:
+
+    pages      key of a page -> the page. The PageManager says which one goes, least recently used
+               first. A page whose parent went first stays until its own turn; a lookup walks from the
+               root, so it is out of reach until the parent is registered again, and then right again
+    snapshots  key of the page that ends at a position -> the window rows there, in a byte budget
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Sequence, TypeVar
+
+from deepinfer.cache.pages import PageManager
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deepinfer.cache.snapshots import Snapshot
+
+V = TypeVar("V")
+DIGEST_BYTES = 32  # of SHA-256, never shortened
+
+
+# ------------------------------------------------------------------------------------------ keys
+
+
+def digest(*parts: tuple[str, bytes | None]) -> bytes:
+    """SHA-256 over named parts. Name and value are length-prefixed and a missing value (None) is not
+    an empty one, so different lists of parts never give the same bytes."""
+    h = hashlib.sha256()
+    for name, value in parts:
+        label = name.encode()
+        size = -1 if value is None else len(value)
+        h.update(struct.pack("<qq", len(label), size) + label + (value or b""))
+    return h.digest()
+
+
+def image_digest(pixels: Tensor) -> bytes:
+    """What identifies a picture: dtype, shape and every byte of it."""
+    import torch
+
+    data = pixels.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    shape = integers(pixels.shape)
+    return digest(("dtype", str(pixels.dtype).encode()), ("shape", shape), ("pixels", data))
+
+
+def integers(values: Sequence[int]) -> bytes:
+    """8 bytes each, so that [1, 23] is not [12, 3]."""
+    try:
+        return struct.pack(f"<{len(values)}q", *values)
+    except struct.error as error:
+        wrong = next((v for v in values if not hasattr(v, "__index__")), values)
+        raise TypeError(f"token ids are 64-bit integers, found {wrong!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Positions start..stop-1 hold rows of the picture with this digest (see `image_digest`)."""
+
+    start: int
+    stop: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"an image at positions {self.start}..{self.stop - 1}: want 0 <= start < stop")
+        if len(self.digest) != DIGEST_BYTES:
+            raise ValueError(
+                f"an image digest of {len(self.digest)} bytes: pass all {DIGEST_BYTES} of image_digest(pixels)"
+            )
+
+
+def text(value: str | None) -> bytes | None:
+    return None if value is None else value.encode()
+
+
+def root_key(model: str = "", salt: str | None = None, adapter: str | None = None) -> bytes:
+    """Parent of a first page. model: what all sequences of an engine share (weights, dtype, fidelity);
+    salt: whoever uses another one shares nothing; adapter: the weights added for this request."""
+    return digest(("model", text(model)), ("salt", text(salt)), ("adapter", text(adapter)))
+
+
+def page_key(parent: bytes, start: int, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> bytes:
+    """Key of the page with token `ids` from position `start` on, behind the page with key `parent`."""
+    stop = start + len(ids)
+    parts = [("parent", parent), ("ids", integers(ids))]
+    for image in sorted(images, key=lambda i: (i.start, i.stop, i.digest)):
+        if image.start < stop and image.stop > start:
+            # Which rows of the picture these are follows from where it starts, seen from here.
+            place = integers([image.start - start, image.stop - start])
+            parts += [("image place", place), ("image", image.digest)]
+    return digest(*parts)
+
+
+# ---------------------------------------------------------------------------------------- stores
+
+
+class Store(Protocol[V]):
+    """Where values are kept by key. Keys are made by this module; a value has `exact`.
+
+    get: the value or None, counting as a use. put: keep it, in place of an earlier one; False where
+    it did not fit. evict: drop it; a key that is not there is no error.
+    """
+
+    def get(self, key: bytes) -> V | None: ...
+
+    def put(self, key: bytes, value: V) -> bool: ...
+
+    def evict(self, key: bytes) -> None: ...
+
+
+class HeldPage(NamedTuple):
+    """A page whose content is known. exact: no row in it was computed on an approximate window."""
+
+    page: int
+    exact: bool = True
+
+
+class PageStore:
+    """Pages of one engine by key, and the PageManager's knowledge of which pages are known."""
+
+    def __init__(self, pages: PageManager) -> None:
+        if pages.on_reclaim is not None:
+            raise ValueError(
+                f"{pages!r} already tells another store what it reclaims: make one PageStore an engine"
+            )
+        self.pages = pages
+        self._held: dict[bytes, HeldPage] = {}
+        self._keys: dict[int, bytes] = {}
+        pages.on_reclaim = self._drop
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: bytes) -> HeldPage | None:
+        return self._held.get(key)
+
+    def put(self, key: bytes, value: HeldPage) -> bool:
+        """False for a page that is there already: what is held as inexact stays so. Raises RuntimeError
+        for a page that nobody holds or that is known under another key."""
+        other = self._keys.get(value.page, key)
+        if other != key:
+            raise RuntimeError(
+                f"page {value.page} is registered as {key.hex()[:8]} but holds {other.hex()[:8]}: "
+                "a page that is known is never written again"
+            )
+        old = self._held.get(key)
+        if old is not None and old.page == value.page:
+            return False
+        self.pages.keep(value.page)
+        self.evict(key)
+        self._held[key], self._keys[value.page] = value, key
+        return True
+
+    def evict(self, key: bytes) -> None:
+        if key in self._held:
+            page = self._held[key].page
+            self._drop(page)
+            self.pages.forget(page)
+
+    def _drop(self, page: int) -> None:
+        del self._held[self._keys.pop(page)]
+
+
+class Sized(Protocol):
+    """What SnapshotStore keeps: anything that says its bytes."""
+
+    exact: bool
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+class SnapshotStore(Generic[S]):
+    """Snapshots by key, at most `budget` bytes of them; the least recently used go first."""
+
+    def __init__(self, budget: int) -> None:
+        if budget < 0:
+            raise ValueError(f"a budget of {budget} bytes for snapshots: 0 keeps none, more keeps some")
+        self.budget = budget
+        self.nbytes = 0
+        self._held: OrderedDict[bytes, S] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: bytes) -> S | None:
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def put(self, key: bytes, value: S) -> bool:
+        """False, and nothing is evicted, where the value alone is larger than the budget."""
+        if value.nbytes > self.budget:
+            return False
+        self.evict(key)
+        while self.nbytes + value.nbytes > self.budget:
+            self.evict(next(iter(self._held)))
+        self._held[key] = value
+        self.nbytes += value.nbytes
+        return True
+
+    def evict(self, key: bytes) -> None:
+        if (old := self._held.pop(key, None)) is not None:
+            self.nbytes -= old.nbytes
+
+
+# ----------------------------------------------------------------------------------------- cache
+
+
+class Hit(NamedTuple):
+    """What is known of a prompt. pages: of its first `length` tokens; snapshot: the window rows at
+    position `at` <= length, None and 0 where there is none; exact: all of it is.
+
+    It is a finding, nothing is held by it: `pin` the pages before the next `take`."""
+
+    pages: tuple[int, ...] = ()
+    length: int = 0
+    snapshot: Snapshot | None = None
+    at: int = 0
+    exact: bool = True
+
+
+class PrefixCache:
+    """Pages and snapshots by the content of the prefix they end. Lengths and positions in tokens.
+
+        keys = cache.keys(prompt, salt=salt)
+        hit = cache.lookup(keys, len(prompt) - window - backtracking)
+        pages.pin(hit.pages) ... rows run ... cache.register(keys, request.pages, exact=plan.exact and hit.exact)
+
+    A lookup is limited because the rows behind a hit have to fill the drafter's window before the
+    first draft, and give the logits of the last prompt token.
+    """
+
+    def __init__(
+        self, page_size: int, pages: Store[HeldPage], snapshots: Store[Snapshot], *, model: str = ""
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size={page_size}: a page holds 1 token or more")
+        self.page_size, self.model = page_size, model
+        self.pages, self.snapshots = pages, snapshots
+
+    def keys(
+        self,
+        ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        images: Sequence[ImageSpan] = (),
+        known: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """Keys of all full pages of `ids`. known: keys of its first pages, from an earlier call for
+        the same sequence, which are not computed again."""
+        size, keys = self.page_size, list(known[: len(ids) // self.page_size])
+        parent = keys[-1] if keys else root_key(self.model, salt, adapter)
+        for page in range(len(keys), len(ids) // size):
+            parent = page_key(parent, page * size, ids[page * size : (page + 1) * size], images)
+            keys.append(parent)
+        return keys
+
+    def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> Hit:
+        """The longest run of known pages of at most `limit` tokens, and the last boundary in it with a
+        snapshot. exact: nothing that was computed on an approximate window is served."""
+        found: list[HeldPage] = []
+        for key in keys[: max(limit, 0) // self.page_size]:
+            held = self.pages.get(key)
+            if held is None or (exact and not held.exact):
+                break
+            found.append(held)
+        snapshot, at = None, len(found)
+        while at and snapshot is None:
+            snapshot = self.snapshots.get(keys[at - 1])
+            if snapshot is None or (exact and not snapshot.exact):
+                snapshot, at = None, at - 1
+        all_exact = all(h.exact for h in found) and (snapshot is None or snapshot.exact)
+        size = self.page_size
+        return Hit(tuple(h.page for h in found), len(found) * size, snapshot, at * size, all_exact)
+
+    def register(self, keys: Sequence[bytes], pages: Sequence[int], *, exact: bool = True) -> int:
+        """The content of these used pages is now known: pages[i] holds what keys[i] says, up to the
+        shorter of both. Returns how many are new: of two pages with the same content the first
+        stays, unless only the second is exact."""
+        new = 0
+        for key, page in zip(keys, pages):
+            new += self._put(self.pages, key, HeldPage(page, exact))
+        return new
+
+    def register_snapshot(self, keys: Sequence[bytes], snapshot: Snapshot) -> bool:
+        """Keep the window rows at one of the boundaries of the sequence with these page keys."""
+        pages, rest = divmod(snapshot.position, self.page_size)
+        if rest or not 1 <= pages <= len(keys):
+            raise ValueError(
+                f"a snapshot at position {snapshot.position} of a sequence with {len(keys)} full pages of "
+                f"{self.page_size} tokens: want a page boundary from {self.page_size} to {len(keys) * self.page_size}"
+            )
+        return self._put(self.snapshots, keys[pages - 1], snapshot)
+
+    @staticmethod
+    def _put(store: Store, key: bytes, value: HeldPage | Snapshot) -> bool:
+        old = store.get(key)
+        if old is not None and (old.exact or not value.exact):
+            return False
+        return store.put(key, value)

@@ -1,0 +1,138 @@
+"""Snapshot: what a sequence needs beside its pages to go on from a page boundary.
+
+At position p that is, per backbone layer, the window keys of the last min(window, p) positions, as
+they are stored. Nothing else: a page is a multiple of every compress ratio, so no group is open at
+its end; the drafter's window is filled by the rows that run behind the boundary; the ids before
+them are known. 528 bytes a row and layer in the released format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from deepinfer.cache.kv_cache import KVCache
+from deepinfer.cache.layer_kv import ring_places
+from deepinfer.kernels import formats
+from deepinfer.kernels.records import Records
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Window rows at `position`. windows: per backbone layer [n, width of the ring's storage], the rows
+    of positions position-n..position-1, n = min(window, position). exact: none of them was computed
+    on an approximate window."""
+
+    position: int
+    windows: tuple[Tensor, ...]
+    exact: bool = True
+
+    @staticmethod
+    def from_rings(
+        cache: KVCache, state: int, position: int, *, written: int, lowest: int = 0, exact: bool = True
+    ) -> Snapshot:
+        """Copy the rows out of the rings of slot `state`. written: positions that its rings have seen, the
+        drafts of the last step included; lowest: first position that every layer has written (the
+        largest kv_from of a replay plan). Raises ValueError where rows are no longer, or never were, there.
+        """
+        if not held(cache, position, written=written, lowest=lowest):
+            n = rows_at(cache, position)
+            raise ValueError(
+                f"the window rows {position - n}..{position - 1} were asked of rings that hold "
+                f"{max(written - cache.ring, lowest)}..{written - 1}: capture a boundary no more than "
+                f"{cache.ring - n} positions back, or hand the rows over with from_rows"
+            )
+        places = ring_rows(cache, state, position)
+        rows = tuple(cache.windows[i].stored[places] for i in backbone(cache))
+        return Snapshot(position, rows, exact)
+
+    @staticmethod
+    def from_rows(
+        cache: KVCache, rows: Sequence[Tensor], position: int, *, exact: bool = True
+    ) -> Snapshot:
+        """From the rows [n, width] of every backbone layer, oldest first, in the ring's stored format (see
+        `as_stored`); they are copied. For boundaries inside a chunk that is longer than the rings."""
+        snapshot = Snapshot(position, tuple(r.detach().clone() for r in rows), exact)
+        snapshot.check(cache)
+        return snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.numel() * w.element_size() for w in self.windows)
+
+    def to(self, device: torch.device | str) -> Snapshot:
+        """The same on another device, as a store in host memory wants it."""
+        return Snapshot(self.position, tuple(w.to(device) for w in self.windows), self.exact)
+
+    def restore(self, cache: KVCache, state: int, position: int) -> None:
+        """Write the rows into the rings of slot `state`, whose sequence then goes on at `position`. What
+        else is in the rings is not seen by any row from there on."""
+        if position != self.position:
+            raise ValueError(
+                f"a snapshot at position {self.position} cannot restore position {position}: "
+                "its rows are those of its own boundary"
+            )
+        self.check(cache)
+        places = ring_rows(cache, state, position)
+        for layer, rows in zip(backbone(cache), self.windows):
+            stored = cache.windows[layer].stored
+            stored[places] = rows.to(stored.device)
+
+    def check(self, cache: KVCache) -> None:
+        """Raises ValueError where these are not the rows of a boundary in this cache."""
+        n, layers = rows_at(cache, self.position), backbone(cache)
+        if len(self.windows) != len(layers):
+            raise ValueError(
+                f"window rows of {len(self.windows)} layers for a model of {len(layers)}: "
+                "one tensor a backbone layer, none for the drafter"
+            )
+        for layer, rows in zip(layers, self.windows):
+            stored = cache.windows[layer].stored
+            want, found = ((n, stored.shape[1]), stored.dtype), (tuple(rows.shape), rows.dtype)
+            if want != found:
+                raise ValueError(
+                    f"window rows of layer {layer} at position {self.position} are {found[1]} {found[0]}, "
+                    f"the ring stores {want[1]} {want[0]}: pass the last {n} rows as they are stored"
+                )
+
+
+def backbone(cache: KVCache) -> range:
+    """Layers whose window rows a snapshot holds."""
+    return range(cache.config.num_layers)
+
+
+def rows_at(cache: KVCache, position: int) -> int:
+    """How many window rows there are at a boundary. Raises ValueError where `position` is none."""
+    size = cache.size.page_size
+    if position <= 0 or position % size:
+        raise ValueError(f"position {position} is no page boundary: want a multiple of {size} from {size} on")
+    open_ = [r for r in {s.ratio for s in cache.specs} if r and size % r]
+    if open_:
+        raise ValueError(
+            f"page_size={size} is no multiple of compress ratio {open_[0]}: a group would be open at a boundary"
+        )
+    return min(max(s.window for s in cache.specs), position)
+
+
+def held(cache: KVCache, position: int, *, written: int, lowest: int = 0) -> bool:
+    """Whether rings that have seen positions lowest..written-1 still hold the rows of a boundary."""
+    first = position - rows_at(cache, position)
+    return position <= written and first >= max(written - cache.ring, lowest)
+
+
+def ring_rows(cache: KVCache, state: int, position: int) -> Tensor:
+    """[n] places in a window Records of the rows of a boundary, oldest first."""
+    if not 1 <= state <= cache.size.num_states:
+        raise ValueError(f"state slot {state} is none of 1..{cache.size.num_states}")
+    at = torch.arange(position - rows_at(cache, position), position, device=cache.device)
+    return ring_places(torch.full_like(at, state), at, cache.ring)
+
+
+def as_stored(records: Records, rows: Tensor) -> Tensor:
+    """Rows [n, d] as `records.write` would store them: floats of its dtype, or its packed bytes."""
+    if records.layout.packed:
+        return formats.encode(rows.detach(), records.layout.format)
+    return rows.detach().to(records.stored.dtype)
