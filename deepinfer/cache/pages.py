@@ -65,7 +65,8 @@ class PageManager:
         self._known: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"PageManager({self.used} used + {self.cached} cached + {self.free} free of {self.size})"
+        parts = f"{self.used} used + {self.cached} cached + {self.free} free"
+        return f"PageManager({parts} = {self.size})"
 
     @property
     def free(self) -> int:

@@ -8,8 +8,8 @@ parts, the same in every process, so no two contents share one and keys may leav
 Pages and snapshots are kept apart and evicted apart:
 
     pages      key of a page -> the page. The PageManager says which one goes, least recently used
-               first. A page whose parent went first stays until its own turn; a lookup walks from the
-               root, so it is out of reach until the parent is registered again, and then right again
+               first. A page whose parent went first stays until its own turn: a lookup walks from
+               the root, so it is out of reach until the parent is registered again, and right then
     snapshots  key of the page that ends at a position -> the window rows there, in a byte budget
 """
 
@@ -36,8 +36,8 @@ DIGEST_BYTES = 32  # of SHA-256, never shortened
 
 
 def digest(*parts: tuple[str, bytes | None]) -> bytes:
-    """SHA-256 over named parts. Name and value are length-prefixed and a missing value (None) is not
-    an empty one, so different lists of parts never give the same bytes."""
+    """SHA-256 over named parts. Name and value are length-prefixed and a missing value (None) is
+    not an empty one, so different lists of parts never give the same bytes."""
     h = hashlib.sha256()
     for name, value in parts:
         label = name.encode()
@@ -74,10 +74,13 @@ class ImageSpan:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise ValueError(f"an image at positions {self.start}..{self.stop - 1}: want 0 <= start < stop")
+            raise ValueError(
+                f"an image at positions {self.start}..{self.stop - 1}: want 0 <= start < stop"
+            )
         if len(self.digest) != DIGEST_BYTES:
             raise ValueError(
-                f"an image digest of {len(self.digest)} bytes: pass all {DIGEST_BYTES} of image_digest(pixels)"
+                f"an image digest of {len(self.digest)} bytes: pass all {DIGEST_BYTES} "
+                "of image_digest(pixels)"
             )
 
 
@@ -86,13 +89,16 @@ def text(value: str | None) -> bytes | None:
 
 
 def root_key(model: str = "", salt: str | None = None, adapter: str | None = None) -> bytes:
-    """Parent of a first page. model: what all sequences of an engine share (weights, dtype, fidelity);
-    salt: whoever uses another one shares nothing; adapter: the weights added for this request."""
+    """Parent of a first page. model: what all sequences of an engine share (weights, dtype,
+    fidelity); salt: whoever uses another one shares nothing; adapter: the weights added for this
+    request."""
     return digest(("model", text(model)), ("salt", text(salt)), ("adapter", text(adapter)))
 
 
-def page_key(parent: bytes, start: int, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> bytes:
-    """Key of the page with token `ids` from position `start` on, behind the page with key `parent`."""
+def page_key(
+    parent: bytes, start: int, ids: Sequence[int], images: Sequence[ImageSpan] = ()
+) -> bytes:
+    """Key of the page with token `ids` from position `start` on, behind the page `parent`."""
     stop = start + len(ids)
     parts = [("parent", parent), ("ids", integers(ids))]
     for image in sorted(images, key=lambda i: (i.start, i.stop, i.digest)):
@@ -133,7 +139,8 @@ class PageStore:
     def __init__(self, pages: PageManager) -> None:
         if pages.on_reclaim is not None:
             raise ValueError(
-                f"{pages!r} already tells another store what it reclaims: make one PageStore an engine"
+                f"{pages!r} already tells another store what it reclaims: "
+                "make one PageStore an engine"
             )
         self.pages = pages
         self._held: dict[bytes, HeldPage] = {}
@@ -147,8 +154,8 @@ class PageStore:
         return self._held.get(key)
 
     def put(self, key: bytes, value: HeldPage) -> bool:
-        """False for a page that is there already: what is held as inexact stays so. Raises RuntimeError
-        for a page that nobody holds or that is known under another key."""
+        """False for a page that is there already: what is held as inexact stays so. Raises
+        RuntimeError for a page that nobody holds or that is known under another key."""
         other = self._keys.get(value.page, key)
         if other != key:
             raise RuntimeError(
@@ -190,7 +197,7 @@ class SnapshotStore(Generic[S]):
 
     def __init__(self, budget: int) -> None:
         if budget < 0:
-            raise ValueError(f"a budget of {budget} bytes for snapshots: 0 keeps none, more keeps some")
+            raise ValueError(f"a budget of {budget} bytes for snapshots: want 0 (none) or more")
         self.budget = budget
         self.nbytes = 0
         self._held: OrderedDict[bytes, S] = OrderedDict()
@@ -240,7 +247,9 @@ class PrefixCache:
 
         keys = cache.keys(prompt, salt=salt)
         hit = cache.lookup(keys, len(prompt) - window - backtracking)
-        pages.pin(hit.pages) ... rows run ... cache.register(keys, request.pages, exact=plan.exact and hit.exact)
+        pages.pin(hit.pages)
+        ...                              # the rows behind the hit run
+        cache.register(keys, request.pages, exact=plan.exact and hit.exact)
 
     A lookup is limited because the rows behind a hit have to fill the drafter's window before the
     first draft, and give the logits of the last prompt token.
@@ -273,8 +282,8 @@ class PrefixCache:
         return keys
 
     def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> Hit:
-        """The longest run of known pages of at most `limit` tokens, and the last boundary in it with a
-        snapshot. exact: nothing that was computed on an approximate window is served."""
+        """The longest run of known pages of at most `limit` tokens, and the last boundary in it
+        with a snapshot. exact: nothing computed on an approximate window is served."""
         found: list[HeldPage] = []
         for key in keys[: max(limit, 0) // self.page_size]:
             held = self.pages.get(key)
@@ -292,7 +301,8 @@ class PrefixCache:
 
     def register(self, keys: Sequence[bytes], pages: Sequence[int], *, exact: bool = True) -> int:
         """The content of these used pages is now known: pages[i] holds what keys[i] says, up to the
-        shorter of both. Returns how many are new: of two pages with the same content the first
+        shorter of both. Every position of them must be computed: a row of a draft that was not
+        accepted is none. Returns how many are new: of two pages with the same content the first
         stays, unless only the second is exact."""
         new = 0
         for key, page in zip(keys, pages):
@@ -304,8 +314,9 @@ class PrefixCache:
         pages, rest = divmod(snapshot.position, self.page_size)
         if rest or not 1 <= pages <= len(keys):
             raise ValueError(
-                f"a snapshot at position {snapshot.position} of a sequence with {len(keys)} full pages of "
-                f"{self.page_size} tokens: want a page boundary from {self.page_size} to {len(keys) * self.page_size}"
+                f"a snapshot at position {snapshot.position} of a sequence with {len(keys)} full "
+                f"pages of {self.page_size} tokens: want one of the boundaries {self.page_size} to "
+                f"{len(keys) * self.page_size}"
             )
         return self._put(self.snapshots, keys[pages - 1], snapshot)
 

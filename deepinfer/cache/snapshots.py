@@ -22,9 +22,9 @@ from deepinfer.kernels.records import Records
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Window rows at `position`. windows: per backbone layer [n, width of the ring's storage], the rows
-    of positions position-n..position-1, n = min(window, position). exact: none of them was computed
-    on an approximate window."""
+    """Window rows at `position`. windows: per backbone layer [n, width of the ring's storage], the
+    rows of positions position-n..position-1, n = min(window, position). exact: none of them was
+    computed on an approximate window."""
 
     position: int
     windows: tuple[Tensor, ...]
@@ -32,18 +32,24 @@ class Snapshot:
 
     @staticmethod
     def from_rings(
-        cache: KVCache, state: int, position: int, *, written: int, lowest: int = 0, exact: bool = True
+        cache: KVCache,
+        state: int,
+        position: int,
+        *,
+        computed: int,
+        drafts: int = 0,
+        lowest: int = 0,
+        exact: bool = True,
     ) -> Snapshot:
-        """Copy the rows out of the rings of slot `state`. written: positions that its rings have seen, the
-        drafts of the last step included; lowest: first position that every layer has written (the
-        largest kv_from of a replay plan). Raises ValueError where rows are no longer, or never were, there.
-        """
-        if not held(cache, position, written=written, lowest=lowest):
+        """Copy the rows out of the rings of slot `state`. Raises ValueError where they are not, or no
+        longer, all there; `held` says so before, and explains the other arguments."""
+        if not held(cache, position, computed=computed, drafts=drafts, lowest=lowest):
             n = rows_at(cache, position)
             raise ValueError(
                 f"the window rows {position - n}..{position - 1} were asked of rings that hold "
-                f"{max(written - cache.ring, lowest)}..{written - 1}: capture a boundary no more than "
-                f"{cache.ring - n} positions back, or hand the rows over with from_rows"
+                f"{max(computed + drafts - cache.ring, lowest)}..{computed - 1}: capture a boundary "
+                f"no more than {cache.ring - n - drafts} positions back, or hand the rows over with "
+                "from_rows"
             )
         places = ring_rows(cache, state, position)
         rows = tuple(cache.windows[i].stored[places] for i in backbone(cache))
@@ -53,8 +59,9 @@ class Snapshot:
     def from_rows(
         cache: KVCache, rows: Sequence[Tensor], position: int, *, exact: bool = True
     ) -> Snapshot:
-        """From the rows [n, width] of every backbone layer, oldest first, in the ring's stored format (see
-        `as_stored`); they are copied. For boundaries inside a chunk that is longer than the rings."""
+        """From the rows [n, width] of every backbone layer, oldest first, in the ring's stored
+        format (see `as_stored`); they are copied. For boundaries inside a chunk longer than the
+        rings."""
         snapshot = Snapshot(position, tuple(r.detach().clone() for r in rows), exact)
         snapshot.check(cache)
         return snapshot
@@ -68,8 +75,8 @@ class Snapshot:
         return Snapshot(self.position, tuple(w.to(device) for w in self.windows), self.exact)
 
     def restore(self, cache: KVCache, state: int, position: int) -> None:
-        """Write the rows into the rings of slot `state`, whose sequence then goes on at `position`. What
-        else is in the rings is not seen by any row from there on."""
+        """Write the rows into the rings of slot `state`, whose sequence then goes on at `position`.
+        What else is in the rings is not seen by any backbone row from there on."""
         if position != self.position:
             raise ValueError(
                 f"a snapshot at position {self.position} cannot restore position {position}: "
@@ -94,8 +101,9 @@ class Snapshot:
             want, found = ((n, stored.shape[1]), stored.dtype), (tuple(rows.shape), rows.dtype)
             if want != found:
                 raise ValueError(
-                    f"window rows of layer {layer} at position {self.position} are {found[1]} {found[0]}, "
-                    f"the ring stores {want[1]} {want[0]}: pass the last {n} rows as they are stored"
+                    f"window rows of layer {layer} at position {self.position} are {found[1]} "
+                    f"{found[0]}, the ring stores {want[1]} {want[0]}: pass the last {n} rows as "
+                    "they are stored"
                 )
 
 
@@ -108,19 +116,29 @@ def rows_at(cache: KVCache, position: int) -> int:
     """How many window rows there are at a boundary. Raises ValueError where `position` is none."""
     size = cache.size.page_size
     if position <= 0 or position % size:
-        raise ValueError(f"position {position} is no page boundary: want a multiple of {size} from {size} on")
-    open_ = [r for r in {s.ratio for s in cache.specs} if r and size % r]
-    if open_:
         raise ValueError(
-            f"page_size={size} is no multiple of compress ratio {open_[0]}: a group would be open at a boundary"
+            f"position {position} is no page boundary: want a multiple of {size} from {size} on"
         )
+    for ratio in sorted({s.ratio for s in cache.specs} - {0}):
+        if size % ratio:
+            raise ValueError(
+                f"page_size={size} is no multiple of compress ratio {ratio}: a group would be open "
+                "at a boundary"
+            )
     return min(max(s.window for s in cache.specs), position)
 
 
-def held(cache: KVCache, position: int, *, written: int, lowest: int = 0) -> bool:
-    """Whether rings that have seen positions lowest..written-1 still hold the rows of a boundary."""
+def held(
+    cache: KVCache, position: int, *, computed: int, drafts: int = 0, lowest: int = 0
+) -> bool:
+    """Whether the rings of a sequence hold the rows of a boundary.
+
+    computed: its positions that are stored and valid; drafts: rows past them that a step has written
+    and not accepted (too many is safe); lowest: first position that is there in every layer: the
+    largest kv_from of its replay plan, or `position - window` of the snapshot it went on from.
+    """
     first = position - rows_at(cache, position)
-    return position <= written and first >= max(written - cache.ring, lowest)
+    return position <= computed and first >= max(computed + drafts - cache.ring, lowest)
 
 
 def ring_rows(cache: KVCache, state: int, position: int) -> Tensor:

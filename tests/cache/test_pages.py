@@ -174,7 +174,8 @@ def test_a_manager_without_pages_is_refused():
 
 
 MOVES = st.tuples(
-    st.sampled_from(["take", "pin", "give", "keep", "forget"]), st.lists(st.integers(0, 7), max_size=4)
+    st.sampled_from(["take", "pin", "give", "keep", "forget"]),
+    st.lists(st.integers(0, 7), max_size=4),
 )
 
 

@@ -157,7 +157,8 @@ def test_keys_are_the_same_in_every_process():
     want = b"".join(cache.keys(range(9), salt="a", adapter="b", images=images)).hex()
     for seed in ("1", "2"):
         env = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, env=env, capture_output=True, text=True)
         assert run.stdout.strip() == want, run.stderr
 
 
@@ -224,7 +225,8 @@ def test_snapshots_go_least_recently_used_first_within_their_bytes():
         assert store.put(name, Rows(4))
     store.get(b"a")
     assert store.put(b"d", Rows(4, nbytes=20))
-    assert [store.get(k) is not None for k in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
+    there = [store.get(k) is not None for k in (b"a", b"b", b"c", b"d")]
+    assert there == [True, False, False, True]
     assert store.nbytes == 30
     assert not store.put(b"e", Rows(4, nbytes=31)) and store.nbytes == 30  # larger than all
     assert store.put(b"a", Rows(4, nbytes=5)) and store.nbytes == 25  # in place of the old one
@@ -257,7 +259,8 @@ def test_an_inexact_snapshot_is_passed_over_for_an_exact_one_below_it():
     cache.register_snapshot(keys, Rows(4))
     cache.register_snapshot(keys, Rows(8, exact=False))
     assert cache.lookup(keys, 12).at == 4
-    assert (cache.lookup(keys, 12, exact=False).at, cache.lookup(keys, 12, exact=False).exact) == (8, False)
+    hit = cache.lookup(keys, 12, exact=False)
+    assert (hit.at, hit.exact) == (8, False)
 
 
 def test_what_is_exact_replaces_what_is_not_and_is_never_replaced():
@@ -342,7 +345,7 @@ def test_registering_what_cannot_be_is_refused():
         cache.register(other, [2])
     with pytest.raises(RuntimeError, match="page 0 is kept but is 0"):
         cache.register(other, [0])
-    words = "snapshot at position {} of a sequence with 1 full pages of 4 tokens: want .* 4 to 4"
+    words = "snapshot at position {} of a sequence with 1 full pages of 4 tokens: .* 4 to 4"
     for position in (0, 3, 8):
         with pytest.raises(ValueError, match=words.format(position)):
             cache.register_snapshot(keys, Rows(position))
@@ -410,7 +413,8 @@ class Walk:
         self.running: list[dict] = []
         self.texts = [self.chance.choices([1, 2], k=40) for _ in range(3)]
         self.content: dict[int, tuple] = {}
-        self.seen = dict.fromkeys(["hits", "snapshots", "later", "reclaimed", "replaced", "wrong"], 0)
+        kinds = ["hits", "snapshots", "later", "reclaimed", "replaced", "wrong"]
+        self.seen = dict.fromkeys(kinds, 0)
 
     def keys(self, r) -> list[bytes]:
         r["keys"] = self.cache.keys(r["ids"], salt=r["salt"], known=r["keys"])
@@ -424,7 +428,8 @@ class Walk:
             assert (has_salt, has_ids) == (salt, tuple(ids[: (i + 1) * PAGE]))
             assert is_exact or not (exact or hit.exact)
         if hit.snapshot is not None:
-            assert hit.snapshot.of == (salt, tuple(ids[: hit.at])) and hit.snapshot.position == hit.at
+            assert hit.snapshot.of == (salt, tuple(ids[: hit.at]))
+            assert hit.snapshot.position == hit.at
             assert hit.snapshot.exact or not (exact or hit.exact)
         full = self.cache.lookup(keys, len(ids), exact=exact)
         assert len(hit.pages) == min(len(full.pages), max(limit, 0) // PAGE)
@@ -540,7 +545,8 @@ class Walk:
         assert holders == self.pages._holders
         for r in self.running:  # nobody's pages were written under it
             for i in range(len(r["ids"]) // PAGE):
-                assert self.content[r["pages"][i]][:2] == (r["salt"], tuple(r["ids"][: (i + 1) * PAGE]))
+                now = (r["salt"], tuple(r["ids"][: (i + 1) * PAGE]))
+                assert self.content[r["pages"][i]][:2] == now
 
     def run(self, operations: int) -> None:
         moves = ["add", "grow", "register", "snapshot", "fork", "give", "evict", "wrong"]
