@@ -41,15 +41,15 @@ class Snapshot:
         lowest: int = 0,
         exact: bool = True,
     ) -> Snapshot:
-        """Copy the rows out of the rings of slot `state`. Raises ValueError where they are not, or no
-        longer, all there; `held` says so before, and explains the other arguments."""
+        """Copy the rows out of the rings of slot `state`. Raises ValueError where they are not, or
+        no longer, all there; `held` says so before, and explains the other arguments."""
         if not held(cache, position, computed=computed, drafts=drafts, lowest=lowest):
             n = rows_at(cache, position)
             raise ValueError(
                 f"the window rows {position - n}..{position - 1} were asked of rings that hold "
-                f"{max(computed + drafts - cache.ring, lowest)}..{computed - 1}: capture a boundary "
-                f"no more than {cache.ring - n - drafts} positions back, or hand the rows over with "
-                "from_rows"
+                f"{max(computed + drafts - cache.ring, lowest)}..{computed - 1}: capture a "
+                f"boundary no more than {cache.ring - n - drafts} positions back, or hand the rows "
+                "over with from_rows"
             )
         places = ring_rows(cache, state, position)
         rows = tuple(cache.windows[i].stored[places] for i in backbone(cache))
@@ -133,9 +133,10 @@ def held(
 ) -> bool:
     """Whether the rings of a sequence hold the rows of a boundary.
 
-    computed: its positions that are stored and valid; drafts: rows past them that a step has written
-    and not accepted (too many is safe); lowest: first position that is there in every layer: the
-    largest kv_from of its replay plan, or `position - window` of the snapshot it went on from.
+    computed: its positions that are stored and valid; drafts: rows past them that a step has
+    written and not accepted (too many is safe); lowest: first position that is there in every
+    layer: the largest kv_from of its replay plan, or where the rows of the snapshot begin that it
+    went on from.
     """
     first = position - rows_at(cache, position)
     return position <= computed and first >= max(computed + drafts - cache.ring, lowest)
