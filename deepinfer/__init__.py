@@ -19,6 +19,7 @@ _WHERE = {
     "Completions": "deepinfer.engine.request:Completions",
     "Engine": "deepinfer.engine.engine:Engine",
     "EngineConfig": "deepinfer.config:EngineConfig",
+    "LLM": "deepinfer.engine.llm:LLM",
     "ModelConfig": "deepinfer.config:ModelConfig",
     "SamplingParams": "deepinfer.engine.params:SamplingParams",
     "Table": "deepinfer.measure.table:Table",

@@ -8,6 +8,7 @@ from deepinfer.display.notebook import fmt as fmt
 from deepinfer.display.notebook import notebook as notebook
 from deepinfer.display.notebook import verdict as verdict
 from deepinfer.engine.engine import Engine as Engine
+from deepinfer.engine.llm import LLM as LLM
 from deepinfer.engine.params import SamplingParams as SamplingParams
 from deepinfer.engine.request import Completion as Completion
 from deepinfer.engine.request import Completions as Completions

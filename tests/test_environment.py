@@ -206,15 +206,15 @@ def test_importing_reads_nothing_and_torch_is_not_needed():
 
 def test_the_table_for_a_reader():
     table = di.EngineConfig.environment()
-    assert table["variable"] == [f"DEEPINFER_{v.name}" for v in VARIABLES]
-    by_name = {row["variable"]: row for row in table}
-    assert by_name["DEEPINFER_BATCH_INVARIANT"]["here"] == "EngineConfig.batch_invariant"
-    assert by_name["DEEPINFER_USE_NEXTN_DECODE"]["here"] == "verifier slot"
-    assert by_name["DEEPINFER_NCCL_NUM_SMS"] | {"note": ""} == {
-        "variable": "DEEPINFER_NCCL_NUM_SMS", "type": "int", "default": "32",
-        "here": "only its default", "note": "",
+    assert table["variable"] == [v.name for v in VARIABLES]
+    here = {row["variable"]: row["here"] for row in table}
+    assert here["BATCH_INVARIANT"] == "batch_invariant" and here["ZERO_OVERHEAD_SCHEDULING"] == "overlap"
+    assert here["USE_NEXTN_DECODE"] == "verifier" and here["NCCL_NUM_SMS"] == "default only"
+    assert {name for name, what in here.items() if what in ("already so", "not read")} == {
+        *TAKEN, "MAX_BACKTRACKING_TOKENS"
     }  # fmt: skip
-    assert all(row["note"] for row in table)
+    assert all(row["note"] and row["type"] and row["default"] is not None for row in table)
+    assert "note" in repr(table).splitlines()[1]
 
 
 def test_fields_named_in_the_table_exist():

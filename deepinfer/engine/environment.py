@@ -81,7 +81,7 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 @dataclass(frozen=True)
 class Variable:
     """One documented variable. name: without the prefix; default: DeepInfer's, converted; becomes:
-    the field of EngineConfig, where there is one; note: what it becomes, or what it would need."""
+    the field of EngineConfig, or the slot, where there is one; note: what it becomes, or what it would need."""
 
     name: str
     kind: str
@@ -283,22 +283,19 @@ def table() -> Table:
     from deepinfer.measure.table import Table
 
     rows = [
-        dict(
-            variable=v.full, type=v.kind,
-            default=",".join(map(str, v.default)) if isinstance(v.default, tuple) else str(v.default),
-            here=_here(v), note=v.note,
-        )
+        dict(variable=v.name, here=_here(v), note=v.note, default=_shown(v.default), type=v.kind)
         for v in VARIABLES
     ]
-    return Table(rows, title="DEEPINFER_* variables of DeepInfer 0.1.0 and what they become here")
+    return Table(rows, title=f"{PREFIX}... variables of DeepInfer 0.1.0 and what they become here")
 
 
 def _here(variable: Variable) -> str:
-    if variable.use == "field":
-        return f"EngineConfig.{variable.becomes}"
-    if variable.use == "drafts":
-        return "verifier slot"
-    return "only its default" if variable.use == "refused" else variable.use
+    words = {"refused": "default only", "already": "already so", "elsewhere": "not read"}
+    return words.get(variable.use, variable.becomes)
+
+
+def _shown(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def overlap_exists() -> bool:
