@@ -380,7 +380,8 @@ class EngineConfig(_Config):
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
     a CPU). keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each
-    use) instead of in dtype. kernels: {op: implementation}.
+    use) instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',
+    'mixed', or a class or instance of your own (`deepinfer.engine.scheduler`).
     """
 
     _section: ClassVar[str] = "EngineConfig"
@@ -397,6 +398,7 @@ class EngineConfig(_Config):
     overlap: bool = False
     batch_invariant: bool = False
     kernels: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)
+    scheduler: Any = dataclasses.field(default="fcfs", hash=False)
     seed: int = 0
     packed_cache: bool | None = None
     keep_quantised: bool = False
@@ -469,4 +471,4 @@ class EngineConfig(_Config):
 
     def to_json(self) -> str:
         """The settings as one JSON object (reads back with `EngineConfig(**json.loads(text))`)."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, default=repr)

@@ -17,12 +17,9 @@ from deepinfer.engine.step import StepResult
 def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
     """Write a step's result into its requests and release those that finished."""
     stats = rt.stats
-    stats.steps += 1
-    rows = sum(s.stop - s.start + len(d) for s, d in zip(result.shares, result.drafts))
-    if kind == "prefill":
-        stats.prefill_steps, stats.prefill_rows = stats.prefill_steps + 1, stats.prefill_rows + rows
-    else:
-        stats.decode_steps, stats.decode_rows = stats.decode_steps + 1, stats.decode_rows + rows
+    stats.count(
+        kind, [(s.decode, s.stop - s.start + len(d)) for s, d in zip(result.shares, result.drafts)]
+    )
     for share in result.shares:
         share.request.computed = share.stop
     guarded = [(share.request, prompt_logprobs, (result, i, step)) for i, share in enumerate(result.shares)]
@@ -41,14 +38,18 @@ def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
 
 
 def undo(rt: Runtime, schedule: Schedule) -> None:
-    """After a step that failed before its commit. A few rows are simply written again, but a long
-    chunk has overwritten ring places that held its own history: such a prompt starts over."""
+    """After a step that failed before or in its commit. A few rows are simply written again, but a
+    long chunk has overwritten ring places that held its own history: such a request starts over."""
     for share in schedule.shares:
         request = share.request
+        if request.finished:
+            rt.scheduler.release(request)
+        if request.state != "running":
+            continue
+        request.mend()
         written = share.stop - share.start
-        if not request.finished and request.computed == share.start and written > rt.limits.backtracking:
-            request.computed = request.plan.start
-            request.prompt_logprobs.clear()
+        if request.computed == share.start and written > rt.limits.backtracking:
+            request.restart()
 
 
 def emit(rt: Runtime, result: StepResult, b: int, step: int) -> None:
@@ -137,7 +138,7 @@ def prompt_logprobs(result: StepResult, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
     share = result.shares[i]
     request = share.request
-    if not request.params.prompt_logprobs or share.start >= len(request.prompt):
+    if not request.wants_prompt_logprobs:
         return
     first, last = result.logit_spans[i]
     if not request.prompt_logprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from deepinfer import kernels, rng
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine import commit, step, teacher, weights
+from deepinfer.engine import commit, scheduler, step, teacher, weights
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.request import Completion, Completions, Request
 from deepinfer.engine.runtime import Limits, Runtime, cache_bytes, start_slots
-from deepinfer.engine.scheduler import Schedule
+from deepinfer.engine.scheduler import Schedule, require_runnable
 from deepinfer.engine.settings import (
     LATER,
     Changes,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from deepinfer.measure.trace import Trace
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
+
+MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before the scheduler is blamed
+
 
 class Sampling(TypedDict, total=False):
     """Fields of SamplingParams as keywords of generate, add and stream."""
@@ -79,6 +83,7 @@ class Engine:
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
             require_invariant(self._slots, shared.model.device)
+        scheduler.resolve(settings.scheduler)
         # started here, so that what does not fit the model is refused now and not at the first step
         self._started = start_slots(shared.model, settings, self._slots)
         self._limits = Limits.of(settings, shared.config, self._started["verifier"].max_draft)
@@ -89,6 +94,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._steps = 0
+        self._idle = 0
 
     # ------------------------------------------------------------------------------------ making
 
@@ -257,14 +263,14 @@ class Engine:
     @completes(Sampling)
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        progress: bool | None = None, **sampling: Unpack[Sampling],
+        progress: bool | None = None, timeout: float | None = None, **sampling: Unpack[Sampling],
     ) -> Completions:
         """Complete prompts. out[i] belongs to input i.
 
         prompts: str (raw text, bos in front), token ids, or a list of those. params: one for all or
         one per prompt; or SamplingParams fields as keywords. A bad single prompt raises ValueError; in
         a list it becomes that item's .error and the others finish. progress: None shows a bar where a
-        person watches.
+        person watches. timeout: as of `add`.
         """
         items, single = prompt_list(prompts)
         each = params_list(params, sampling, len(items))
@@ -272,7 +278,7 @@ class Engine:
         try:
             for item, p in zip(items, each):
                 try:
-                    requests.append(self._add(item, p))
+                    requests.append(self._add(item, p, timeout))
                 except (ValueError, TypeError, KeyError) as error:
                     if single:
                         raise
@@ -306,10 +312,15 @@ class Engine:
 
     @completes(Sampling)
     def add(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        timeout: float | None = None, **sampling: Unpack[Sampling],
     ) -> int:
-        """Queue one prompt; returns the request id. Raises ValueError for a bad prompt or value."""
-        return self._add(prompt, params_list(params, sampling, 1)[0]).id
+        """Queue one prompt; returns the request id. Raises ValueError for a bad prompt or value.
+
+        timeout: seconds from now after which it ends, before a step, with finish_reason 'timeout' and
+        what it had emitted. A clock is read only where one is given.
+        """
+        return self._add(prompt, params_list(params, sampling, 1)[0], timeout).id
 
     def step(self) -> list[Completion]:
         """Run one step (nothing, when nothing waits); returns the requests it finished."""
@@ -339,10 +350,12 @@ class Engine:
 
     @completes(Sampling)
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        timeout: float | None = None, **sampling: Unpack[Sampling],
     ) -> Iterator[StreamedToken]:
-        """Tokens of one prompt as they are committed. Closing the iterator aborts the request."""
-        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0]))
+        """Tokens of one prompt as they are committed. Closing the iterator aborts the request.
+        timeout: as of `add`."""
+        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0], timeout))
         next(tokens)  # now it has begun, closing or dropping it aborts the request
         return cast("Iterator[StreamedToken]", tokens)
 
@@ -363,8 +376,9 @@ class Engine:
         finally:
             self._forget(request)
 
-    def _add(self, prompt: Any, params: SamplingParams) -> Request:
+    def _add(self, prompt: Any, params: SamplingParams, timeout: float | None = None) -> Request:
         rt = self.runtime
+        deadline = None if timeout is None else time.monotonic() + require_timeout(timeout)
         ids = encode_prompt(self, prompt)
         params.validate_for(self.config.vocab_size)
         limit = rt.limits.model_len
@@ -375,7 +389,7 @@ class Engine:
             )
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
         seed = rng.request_seed(self._settings.seed, self._count) if params.seed is None else params.seed
-        request = Request(self._count, ids, params, seed)
+        request = Request(self._count, ids, params, seed, deadline=deadline)
         if params.grammar is not None:
             vocab = token_bytes(self._shared.tokenizer, self.config.vocab_size)
             request.grammar = rt.slots["grammar"].compile(params.grammar, vocab).start()
@@ -386,8 +400,8 @@ class Engine:
                 f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below {request.plan.rows_from[-1]}, "
                 "whose log-probabilities do not exist; use replay='exact'"
             )
-        need = rt.scheduler.pages_for(request)
-        if need > rt.pages.size:
+        need = rt.room.most(request)
+        if rt.pages.ask(need) == "never":
             raise ValueError(
                 f"the request needs {need} pages of {rt.limits.page_size} tokens, the pool has {rt.pages.size}: "
                 "lower max_tokens or raise num_pages"
@@ -399,9 +413,27 @@ class Engine:
 
     def _step(self) -> None:
         rt = self.runtime  # its storage is made outside inference mode, so anything may read it later
-        schedule = rt.scheduler.schedule()
-        if schedule.kind != "idle":
+        self._expire(rt)
+        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+        if schedule.shares:
             self._run(rt, schedule)
+        self._idle = self._idle + 1 if schedule.kind == "idle" and rt.scheduler.unfinished else 0
+        if self._idle >= MOST_IDLE:
+            raise RuntimeError(
+                f"{rt.scheduler!r} scheduled nothing in {self._idle} steps while {rt.scheduler.unfinished} "
+                f"requests wait or run; {rt.pages!r}. Abort them, or look at its schedule()"
+            )
+
+    def _expire(self, rt: Runtime) -> None:
+        """End the requests whose time is up. Without a timeout no clock is read."""
+        timed = [r for r in self._requests.values() if r.deadline is not None and not r.finished]
+        if not timed:
+            return
+        now = time.monotonic()
+        for request in timed:
+            if request.deadline is not None and now >= request.deadline:
+                rt.room.end(request, "timeout")
+                rt.scheduler.release(request)
 
     @torch.inference_mode()
     def _run(self, rt: Runtime, schedule: Schedule) -> None:
@@ -585,6 +617,12 @@ def params_list(params, sampling: Any, n: int) -> list[SamplingParams]:
     if len(each) != n or not all(isinstance(p, SamplingParams) for p in each):
         raise ValueError(f"params: {len(each)} for {n} prompts; give one SamplingParams, or one per prompt")
     return each
+
+
+def require_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: want None or seconds >= 0")
+    return float(timeout)
 
 
 def failed(index: int, error: Exception) -> Completion:

@@ -1,6 +1,7 @@
 """Requests while they live in the engine, and what comes back: Completion and Completions.
 
-    waiting -> running -> finished ('stop' | 'length' | 'abort' | 'error')
+    waiting <-> running -> finished ('stop' | 'length' | 'abort' | 'error' | 'timeout' | 'preempted')
+A running request that gives way waits again and is computed again; what it emitted stays emitted.
 A bad request costs that request only: it finishes with an error and its batch mates go on.
 """
 
@@ -29,7 +30,8 @@ class TokenStep:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """One sequence. computed: positions whose keys are stored and valid; tokens: prompt + output."""
+    """One sequence. computed: positions whose keys are stored and valid; tokens: prompt + output.
+    preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None."""
 
     id: int
     prompt: list[int]
@@ -49,14 +51,23 @@ class Request:
     computed: int = 0
     draft: Any = None
     grammar: Any = None
+    preemptions: int = 0
+    deadline: float | None = None
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
 
     @property
-    def prefilled(self) -> bool:
-        return self.computed >= len(self.prompt)
+    def decoding(self) -> bool:
+        """Whether all but the last output token is computed: its next row is a decode row. Anything
+        else, an output that has to be computed again too, runs as prefill rows."""
+        return bool(self.output) and self.computed == self.length - 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are asked and not complete."""
+        return self.params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt)
 
     @property
     def finished(self) -> bool:
@@ -73,6 +84,26 @@ class Request:
         """Tokens start..stop-1 of prompt + output."""
         n = len(self.prompt)
         return self.prompt[start:stop] + self.output[max(start - n, 0) : max(stop - n, 0)]
+
+    def restart(self) -> None:
+        """Nothing of it is computed any more: its rows run again from where its plan starts. The plan
+        stays, so the same rows are dropped; of what it emitted nothing changes."""
+        self.computed = 0 if self.plan is None else self.plan.start
+        self.draft = None
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs.clear()
+
+    def mend(self) -> None:
+        """After an interrupt in the middle of a commit: lists of one length again, and at least the
+        last token's row left to run."""
+        emitted = min(len(self.output), len(self.logprobs), len(self.steps))
+        if self.params.top_logprobs:
+            emitted = min(emitted, len(self.top_logprobs))
+        for values in (self.output, self.logprobs, self.steps, self.top_logprobs):
+            del values[emitted:]
+        self.computed = min(self.computed, self.length - 1)
+        if self.wants_prompt_logprobs and self.computed and len(self.prompt_logprobs) != self.computed + 1:
+            self.restart()
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         self.state, self.finish_reason, self.error = "finished", reason, error

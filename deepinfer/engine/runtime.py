@@ -13,9 +13,10 @@ import torch
 
 from deepinfer import kernels
 from deepinfer.cache.kv_cache import CacheSize, KVCache
-from deepinfer.cache.pages import Pool
+from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine import scheduler
+from deepinfer.engine.room import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
@@ -119,12 +120,13 @@ class Runtime:
             "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
             "Lower max_num_seqs, max_model_len or num_pages.",
         )
-        self.pages = Pool("pages", self.limits.pages)
+        self.pages = PageManager(self.limits.pages)
         self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
-        self.scheduler = Scheduler(
-            self.pages, self.states, page_size=self.limits.page_size, max_num_seqs=self.limits.seqs,
-            max_rows=self.limits.rows, lookahead=self.limits.lookahead,
+        self.room = Room(
+            self.pages, self.states, self.stats, page_size=self.limits.page_size,
+            max_num_seqs=self.limits.seqs, max_rows=self.limits.rows, lookahead=self.limits.lookahead,
         )
+        self.scheduler = scheduler.resolve(settings.scheduler).start(self.room)
         self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
 
     @property

@@ -1,103 +1,290 @@
-"""Who runs, prefill or decode, and how many rows each: first come, first served.
+"""Who runs, prefill or decode, and how many rows each. Schedulers are plain classes over a `Room`.
 
-    a step is all prefill or all decode; prefill goes first, so that decode batches are full
-    a request is admitted when a state slot and ALL pages it can ever need are free: it is never
-    preempted, and an admitted request always finishes
+    FCFS         first come, first served; a step is all prefill or all decode, prefill goes first
+    DecodeOrder  the same, and decode takes the shortest outputs first, as DeepInfer does
+    Mixed        decode rows and prefill rows in one step
+
+A request is admitted with the pages of its prompt and grows page by page. Where no page is left,
+the request with the longest output gives way: it loses pages and slot, waits in front of those
+that never ran, and its prompt and output are computed again (DeepInfer 0.1.0, csrc/engine/
+scheduler.hpp: the comment says the shortest, the code takes the longest).
+
+    class Mine(di.engine.scheduler.FCFS): ...      eng.with_(scheduler=Mine())
 """
 
 from __future__ import annotations
 
+import copy
+import difflib
+import inspect
 from collections import deque
 from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
-from deepinfer.cache.pages import Pool
 from deepinfer.engine.request import Request
+from deepinfer.engine.room import Room
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One request's rows of a step: positions start..stop-1 (a decode step's drafts included)."""
+    """One request's rows of a step: positions start..stop-1. Drafts come on top in a decode share."""
 
     request: Request
     start: int
     stop: int
 
+    @property
+    def emits(self) -> bool:
+        """Whether its last row gives the next token. Ask before the step is committed."""
+        return self.stop == self.request.length
+
+    @property
+    def decode(self) -> bool:
+        """Whether this is the one row behind the last token, to which drafts are added."""
+        return self.emits and self.stop - self.start == 1 and bool(self.request.output)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """kind: 'prefill', 'decode' or 'idle'."""
+    """kind: 'prefill', 'decode', 'mixed' or 'idle'."""
 
     kind: str
     shares: tuple[Share, ...] = ()
 
 
-class Scheduler:
-    """First come, first served over a pool of pages and of state slots.
+class SchedulerProtocol(Protocol):
+    """What an engine asks of a scheduler. Everything else is its own affair."""
 
-    max_rows: rows of a step; lookahead: positions past a request's last token that a step may write
-    (drafts).
+    def start(self, room: Room) -> SchedulerProtocol:
+        """The copy that one engine runs, over its own room."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """A new request, which fits the room alone."""
+        ...
+
+    def schedule(self) -> Schedule:
+        """The next step. Every share's request runs and has the pages that its rows are written to
+        (`room.admit`, `room.grow`)."""
+        ...
+
+    def preempt(self, request: Request) -> None:
+        """This running request gives way."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """This request is finished, or was aborted, whether it ran or waited: forget it, and
+        `room.free` it."""
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Requests waiting or running."""
+        ...
+
+
+class FCFS:
+    """First come, first served: the head of the queue waits for room and nobody overtakes it.
+
+    max_context: cap on the summed context lengths of a prefill step (None: no cap; one request
+    always goes). stop_preempted: a request that gives way ends with reason 'preempted' instead of
+    being computed again, as DeepInfer's servers do.
     """
 
-    def __init__(
-        self, pages: Pool, states: Pool, *, page_size: int, max_num_seqs: int, max_rows: int, lookahead: int
-    ) -> None:
-        self.pages, self.states = pages, states
-        self.page_size, self.max_num_seqs, self.max_rows = page_size, max_num_seqs, max_rows
-        self.lookahead = lookahead
+    room: Room
+
+    def __init__(self, *, max_context: int | None = None, stop_preempted: bool = False) -> None:
+        if max_context is not None and max_context < 1:
+            raise ValueError(f"max_context={max_context}: want None or at least 1 token")
+        self.max_context, self.stop_preempted = max_context, stop_preempted
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def pages_for(self, request: Request) -> int:
-        """Pages of the longest sequence this request can become."""
-        tokens = len(request.prompt) + request.params.max_tokens + self.lookahead
-        return -(-tokens // self.page_size)
+    def __repr__(self) -> str:
+        names = inspect.signature(type(self).__init__).parameters
+        given = [f"{n}={getattr(self, n)!r}" for n, p in names.items() if getattr(self, n, p.default) != p.default]
+        return f"{type(self).__name__}({', '.join(n for n in given if not n.startswith('self='))})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def start(self, room: Room) -> Self:
+        own = copy.copy(self)
+        mine = {k: v for k, v in vars(self).items() if k not in ("room", "waiting", "running")}
+        own.__dict__ = {**copy.deepcopy(mine), "waiting": deque(), "running": [], "room": room}
+        return own
+
+    # ------------------------------------------------------------------------------ the queues
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> Schedule:
-        """The next step. Admission is in order of arrival: the head waits for room, nobody overtakes."""
-        self._admit()
-        budget, shares = self.max_rows, []
-        for r in self.running:
-            left = len(r.prompt) - r.computed
-            if left > 0 and budget > 0:
-                rows = min(left, budget)
-                shares.append(Share(r, r.computed, r.computed + rows))
-                budget -= rows
-        if shares:
-            return Schedule("prefill", tuple(shares))
-        if not self.running:
-            return Schedule("idle")
-        most = max(self.max_rows // (1 + self.lookahead), 1)  # each brings its drafts
-        return Schedule(
-            "decode", tuple(Share(r, r.computed, r.length) for r in self.running[:most])
-        )
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs and self.states.free:
-            need = self.pages_for(self.waiting[0])
-            if need > self.pages.free:
-                return
-            request = self.waiting.popleft()
-            request.pages = self.pages.take(need)
-            request.slot = self.states.take(1)[0]
-            request.state = "running"
-            self.running.append(request)
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        if self.stop_preempted:
+            self.room.end(request, "preempted")
+            return
+        self.room.preempt(request)
+        # in front of all that never ran; those that gave way keep their order of arrival
+        at = next((i for i, r in enumerate(self.waiting) if r.id > request.id), len(self.waiting))
+        self.waiting.insert(at, request)
 
     def release(self, request: Request) -> None:
-        """Give back what a finished request held, whether it ran or still waited."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        if request.pages:
-            self.pages.give(request.pages)
-            request.pages = []
-        if request.slot:
-            self.states.give([request.slot])
-            request.slot = 0
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self.room.free(request)
 
     @property
     def unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    # -------------------------------------------------------------------------------- the step
+
+    def schedule(self) -> Schedule:
+        """All prefill where there is any to do, else all decode."""
+        for kind, rows in (("prefill", self.prefill), ("decode", self.decode), ("prefill", self.prefill)):
+            if shares := rows(self.room.max_rows):
+                return Schedule(kind, tuple(shares))
+        return Schedule("idle")
+
+    def want_prefill(self) -> bool:
+        """Whether a prefill step would have rows: the question that data-parallel ranks vote on."""
+        return self.prefilling() or self.next_fits()
+
+    def prefilling(self) -> bool:
+        """Whether a running request has prefill rows left."""
+        return any(not r.decoding for r in self.running)
+
+    def next_fits(self) -> bool:
+        """Whether the head of the queue could start now."""
+        return (
+            bool(self.waiting)
+            and len(self.running) < self.room.max_num_seqs
+            and self.room.ask(self.waiting[0]) == "ok"
+        )
+
+    def prefill(self, rows: int, admit: bool = True) -> list[Share]:
+        """Chunks of those that run, then of those that can start, up to `rows` rows."""
+        shares: list[Share] = []
+        context = 0
+        begun = deque(r for r in self.running if not r.decoding)
+        while rows > 0:
+            head = begun[0] if begun else self.waiting[0] if admit and self.next_fits() else None
+            if head is None:
+                break
+            chunk = Share(head, head.computed, min(head.length, head.computed + rows))
+            context += chunk.stop
+            if shares and self.max_context is not None and context > self.max_context:
+                break
+            if begun:
+                begun.popleft()
+            elif self.room.admit(head):
+                self.running.append(self.waiting.popleft())
+            shares.append(chunk)
+            rows -= chunk.stop - chunk.start
+        return shares
+
+    def decode(self, rows: int) -> list[Share]:
+        """One row each, and room for its drafts, for as many as `rows` rows allow."""
+        most = max(rows // (1 + self.room.lookahead), 1)
+        chosen = self.order([r for r in self.running if r.decoding])[:most]
+        for request in chosen:
+            while request in self.running and not self.room.grow(request):
+                self.preempt(self.victim())
+        return [Share(r, r.computed, r.length) for r in chosen if r in self.running]
+
+    def order(self, ready: list[Request]) -> list[Request]:
+        """In which order running requests take rows and pages of a decode step."""
+        return sorted(ready, key=lambda r: r.id)
+
+    def victim(self) -> Request:
+        """Who gives way: the longest output; of equals the one that came last."""
+        return max(self.running, key=lambda r: (len(r.output), r.id))
+
+
+class DecodeOrder(FCFS):
+    """DeepInfer's order of decode: short outputs take rows and pages first, and the longest, at the
+    other end, gives way. Where rows are short, all sequences advance together. The batch itself is
+    ordered by length, longest first."""
+
+    def order(self, ready: list[Request]) -> list[Request]:
+        return sorted(ready, key=lambda r: (len(r.output), r.id))
+
+    def decode(self, rows: int) -> list[Share]:
+        return sorted(super().decode(rows), key=lambda s: (-s.stop, s.request.id))
+
+
+class Mixed(FCFS):
+    """Every decode row first, then prefill chunks in the rows that are left: a new prompt does not
+    stop those that are being written. For comparison: DeepInfer never mixes."""
+
+    def schedule(self) -> Schedule:
+        before = self.room.stats.preemptions
+        decode = self.decode(self.room.max_rows) if any(r.decoding for r in self.running) else []
+        crowded = bool(decode) and self.room.stats.preemptions > before
+        left = self.room.max_rows - len(decode) * (1 + self.room.lookahead)
+        prefill = self.prefill(left, admit=not crowded)
+        kind = "mixed" if decode and prefill else "decode" if decode else "prefill" if prefill else "idle"
+        return Schedule(kind, (*decode, *prefill))
+
+
+# ------------------------------------------------------------------------- which one, and is it one
+
+SCHEDULERS: dict[str, type[FCFS]] = {"fcfs": FCFS, "decode_order": DecodeOrder, "mixed": Mixed}
+METHODS = ("start", "add", "schedule", "preempt", "release")
+
+
+def resolve(value: Any) -> SchedulerProtocol:
+    """A name, a class or an instance -> a scheduler. Raises ValueError for an unknown name and
+    TypeError for what is none."""
+    if isinstance(value, str):
+        if value not in SCHEDULERS:
+            close = difflib.get_close_matches(value, SCHEDULERS, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"no scheduler is named {value!r}: {hint}the names are {', '.join(SCHEDULERS)}")
+        value = SCHEDULERS[value]
+    if isinstance(value, type):
+        try:
+            value = value()
+        except TypeError as error:
+            raise TypeError(f"scheduler={value.__name__}: it cannot be made without arguments ({error}); pass an instance") from None
+    missing = [m for m in METHODS if not callable(getattr(value, m, None))]
+    missing += [] if hasattr(value, "unfinished") else ["unfinished"]
+    if missing:
+        raise TypeError(
+            f"scheduler={value!r}: want a name ({', '.join(SCHEDULERS)}), a class or an instance; a "
+            f"{type(value).__name__} has no {', '.join(missing)} (subclass deepinfer.engine.scheduler.FCFS)"
+        )
+    return value
+
+
+def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Room) -> Schedule:
+    """The schedule, if an engine can run it. Raises ValueError naming the scheduler and the first
+    share that cannot run: it would write where it holds no page, or twice."""
+    seen: set[int] = set()
+    for s in schedule.shares:
+        r = s.request
+        written = s.stop + (room.lookahead if s.decode else 0)
+        laws = [
+            (r.state == "running", f"is {r.state}"),
+            (r.id not in seen, "is listed twice"),
+            (s.start == r.computed < s.stop <= r.length,
+             f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens"),
+            (room.pages_of(written) <= len(r.pages),
+             f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to"),
+        ]  # fmt: skip
+        for holds, broken in laws:
+            if not holds:
+                raise ValueError(f"{scheduler!r} scheduled request {r.id}, which {broken}")
+        seen.add(r.id)
+    rows = sum(s.stop - s.start for s in schedule.shares)
+    if rows > max(room.max_rows, 1):
+        raise ValueError(f"{scheduler!r} scheduled {rows} rows, a step has at most {room.max_rows}")
+    if schedule.shares and schedule.kind not in ("prefill", "decode", "mixed"):
+        raise ValueError(f"{scheduler!r} scheduled rows as {schedule.kind!r}: want prefill, decode or mixed")
+    if any(s.decode != (schedule.kind == "decode") for s in schedule.shares) and schedule.kind == "decode":
+        raise ValueError(f"{scheduler!r} scheduled prefill rows in a decode step: call it mixed")
+    return schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -11,6 +12,7 @@ import torch
 
 from deepinfer.config import EngineConfig
 from deepinfer.display.notebook import default_dtype, default_seed
+from deepinfer.engine import scheduler
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -43,6 +45,7 @@ class Changes(TypedDict, total=False):
     overlap: bool
     batch_invariant: bool
     kernels: dict[str, str] | None
+    scheduler: Any
     seed: int
     packed_cache: bool | None
 
@@ -66,6 +69,8 @@ def split_settings(
             hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
             raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
     settings = {k: v for k, v in given.items() if k in fields}
+    if not isinstance(settings.get("scheduler", ""), str):  # an engine's is a copy of its own
+        settings["scheduler"] = copy.copy(scheduler.resolve(settings["scheduler"]))
     if base is None:
         if default_seed() is not None:
             settings.setdefault("seed", default_seed())

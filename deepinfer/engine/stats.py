@@ -13,12 +13,23 @@ class Stats:
     steps: int = 0
     prefill_steps: int = 0
     decode_steps: int = 0
+    mixed_steps: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
     tokens: int = 0
+    preemptions: int = 0
     finished: Counter = field(default_factory=Counter)
     drafted: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)
+
+    def count(self, kind: str, rows: list[tuple[bool, int]]) -> None:
+        """A step of this kind; rows: for each sequence whether it decodes, and its rows."""
+        self.steps += 1
+        self.prefill_steps += kind == "prefill"
+        self.decode_steps += kind == "decode"
+        self.mixed_steps += kind == "mixed"
+        self.decode_rows += sum(n for decode, n in rows if decode)
+        self.prefill_rows += sum(n for decode, n in rows if not decode)
 
     @property
     def acceptance(self) -> float | None:
@@ -42,6 +53,10 @@ class Stats:
                 "steps", "prefill_steps", "decode_steps", "prefill_rows", "decode_rows", "tokens",
                 "acceptance", "tokens_per_step",
             )
+        ]
+        rows += [
+            dict(name=n, value=getattr(self, n))
+            for n in ("mixed_steps", "preemptions") if getattr(self, n)
         ]
         rows += [dict(name=f"finished {k}", value=v) for k, v in sorted(self.finished.items())]
         for depth in sorted(self.drafted):

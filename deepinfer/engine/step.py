@@ -39,10 +39,9 @@ class StepResult:
 
 def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
     """Forward and sample the scheduled rows."""
-    decode = schedule.kind == "decode"
-    drafts = verified_drafts(rt, schedule.shares) if decode else [()] * len(schedule.shares)
+    drafts = verified_drafts(rt, schedule.shares)
     works = [work(rt, s, d) for s, d in zip(schedule.shares, drafts)]
-    batch = build(works, rt.config, rt.model.device, decode)
+    batch = build(works, rt.config, rt.model.device, schedule.kind == "decode")
     logits = rt.model(rt.context(batch, tap)).logits
     spans, at = [], 0
     for w in works:
@@ -51,7 +50,7 @@ def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
             rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
         spans.append((at, at + rows))
         at += rows
-    emitters = tuple(i for i, s in enumerate(schedule.shares) if s.stop >= len(s.request.prompt))
+    emitters = tuple(i for i, s in enumerate(schedule.shares) if s.emits)
     accepted, target, errors = None, None, {}
     if emitters:
         accepted, target, errors = sample(rt, schedule.shares, emitters, drafts, logits, spans)
@@ -63,10 +62,7 @@ def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
 def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
     """The rows of a share: its tokens, then its drafts."""
     r, back = share.request, rt.config.engram_max_ngram_size - 1
-    decode = share.start >= len(r.prompt)
-    logits = "all" if decode or r.params.prompt_logprobs else "none"
-    if logits == "none" and share.stop >= len(r.prompt):
-        logits = "last"
+    logits = "all" if share.decode or r.wants_prompt_logprobs else "last" if share.emits else "none"
     return Work(
         ids=[*r.token_slice(share.start, share.stop), *drafts],
         start=share.start,
@@ -79,10 +75,13 @@ def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
 
 
 def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
-    """The draft prefix each sequence verifies: budget from stale survivals, depth from fresh ones."""
-    n = rt.verifier.max_draft
-    if n == 0:
-        return [()] * len(shares)
+    """The draft prefix each sequence verifies, none where it is not a decode share: budget from stale
+    survivals, depth from fresh ones."""
+    n, every = rt.verifier.max_draft, shares
+    shares = tuple(s for s in shares if s.decode)
+    if n == 0 or not shares:
+        return [()] * len(every)
+    others = sum(s.stop - s.start for s in every if not s.decode)
     survival = torch.zeros(len(shares), n, dtype=torch.float64)
     stale = torch.ones(len(shares), n, dtype=torch.float64)
     for i, s in enumerate(shares):
@@ -90,15 +89,16 @@ def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, .
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
             stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
-    budget = max(min(rt.verifier.budget(stale, rt.cost), rt.limits.rows), len(shares))
+    budget = max(min(rt.verifier.budget(stale, rt.cost), rt.limits.rows - others), len(shares))
     who = f"verifier {rt.verifier!r}.allocate"
     allocated = rt.verifier.allocate(survival, budget)
     expect(allocated, (len(shares),), who, False)
     rows = allocated.tolist()
     if any(not 1 <= r <= 1 + n for r in rows):
         raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
-    held = [held_draft(s.request) for s in shares]
-    return [() if d is None else d.tokens[: rows[i] - 1] for i, d in enumerate(held)]
+    held = {s.request.id: held_draft(s.request) for s in shares}
+    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
+    return [verified.get(s.request.id, ()) for s in every]
 
 
 def row_params(requests: list[Request], device) -> RowParams:

@@ -46,6 +46,8 @@ def of_engine(eng: Engine) -> dict[str, object]:
     settings: the other fields of EngineConfig.
     """
     settings = dataclasses.asdict(eng.settings)
+    if not isinstance(settings["scheduler"], str):
+        settings["scheduler"] = repr(settings["scheduler"])
     config = json.dumps(eng.config.to_dict(), sort_keys=True)
     return {
         "weights": eng.fingerprint,

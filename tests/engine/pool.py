@@ -18,6 +18,12 @@ def check(eng) -> None:
         assert set(held) == set(range(1, pool.size + 1)) - set(pool._free)
         assert pool.free + len(held) == pool.size
     assert not any(r.pages or r.slot for r in waiting)
+    assert rt.pages.free + rt.pages.cached + rt.pages.used == rt.pages.size
+    for r in eng.requests.values():
+        assert 0 <= r.computed < r.length or r.finished
+        assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
+    for r in running:
+        assert r.computed <= len(r.pages) * rt.limits.page_size
 
 
 def check_empty(eng) -> None:

@@ -77,9 +77,9 @@ def test_a_pool_too_small_for_all_finishes_all_in_order(changes, drafts):
 
 def test_nobody_overtakes_the_head_of_the_queue():
     eng = engine(num_pages=6)
-    large, small = SamplingParams(max_tokens=24), SamplingParams(max_tokens=2)
-    a = eng.add(stream(16, 1, high=90), large)  # 5 of 6 pages
-    b = eng.add(stream(16, 2, high=90), large)
+    large, small = SamplingParams(max_tokens=8), SamplingParams(max_tokens=2)
+    a = eng.add(stream(32, 1, high=90), large)  # 4 of 6 pages
+    b = eng.add(stream(32, 2, high=90), large)
     c = eng.add([5], small)  # would fit beside a
     eng.step()
     assert [eng.requests[i].state for i in (a, b, c)] == ["running", "waiting", "waiting"]
@@ -109,7 +109,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers():
 
 def test_teacher_forcing_takes_pages_only_while_it_runs():
     eng = engine(num_pages=4, max_num_seqs=1)
-    number = eng.add(stream(9, 1, high=90), max_tokens=8)  # 3 pages
+    number = eng.add(stream(17, 1, high=90), max_tokens=8)  # 3 pages
     eng.step()
     assert eng.logits([5, 6, 7]).shape == (3, VOCAB)
     with pytest.raises(RuntimeError, match="needs 2 pages and a state slot; 1 pages are free of 4"):

@@ -1,0 +1,89 @@
+"""Room: the pages, state slots and row limit that a scheduler hands out, and who holds what.
+
+Policy (who runs next, who gives way) is the scheduler's; the accounting is here, so that a
+scheduler of your own cannot lose a page. A request holds the pages of its tokens so far; a decode
+step also those that its drafts may be written to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer.cache.pages import PageManager, Pool
+from deepinfer.engine.request import Request
+from deepinfer.engine.stats import Stats
+
+
+@dataclass(frozen=True)
+class Room:
+    """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
+    step, drafts included; lookahead: most drafts of a sequence in one step."""
+
+    pages: PageManager
+    states: Pool
+    stats: Stats
+    page_size: int
+    max_num_seqs: int
+    max_rows: int
+    lookahead: int = 0
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def most(self, request: Request) -> int:
+        """Pages of the longest sequence that this request can become, drafts included."""
+        return self.pages_of(len(request.prompt) + request.params.max_tokens + self.lookahead)
+
+    def first(self, request: Request) -> int:
+        """Pages with which a waiting request may start: those of its tokens. One that gave way before
+        also wants those of its next decode step, or it would give way again at once."""
+        again = 1 + self.lookahead if request.output else 0
+        return self.pages_of(request.length + again)
+
+    def ask(self, request: Request) -> str:
+        """Whether a waiting request can start: 'ok', 'later' or 'never'."""
+        answer = self.pages.ask(self.first(request))
+        return "later" if answer == "ok" and not self.states.free else answer
+
+    def admit(self, request: Request) -> bool:
+        """Start a waiting request: its pages and a state slot; False where it has to wait."""
+        if self.ask(request) != "ok":
+            return False
+        request.pages = self.pages.take(self.first(request))
+        request.slot = self.states.take(1)[0]
+        request.state = "running"
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """Pages for all that a decode step of a running request may write; False, changing nothing,
+        where they are not there."""
+        missing = self.pages_of(request.length + self.lookahead) - len(request.pages)
+        if missing > 0:
+            if self.pages.ask(missing) != "ok":
+                return False
+            request.pages += self.pages.take(missing)
+        return True
+
+    def free(self, request: Request) -> None:
+        """Take back what a request holds; nothing where it holds nothing."""
+        pages, request.pages = request.pages, []
+        if pages:
+            self.pages.give(pages)
+        slot, request.slot = request.slot, 0
+        if slot:
+            self.states.give([slot])
+
+    def preempt(self, request: Request) -> None:
+        """Take back what a running request holds and let it wait: its prompt and its output are
+        computed again later, and nothing of the output is emitted twice."""
+        self.free(request)
+        request.restart()
+        request.state = "waiting"
+        request.preemptions += 1
+        self.stats.preemptions += 1
+
+    def end(self, request: Request, reason: str) -> None:
+        """Finish a request for this reason, count it and take back what it holds."""
+        self.free(request)
+        request.finish(reason)
+        self.stats.finished[reason] += 1
