@@ -419,11 +419,11 @@ class EngineConfig(_Config):
 
         bfloat16 with FP8 and FP4 weights kept as stored, activations rounded (fidelity 2), packed
         cache records, pages of 128 tokens, 4,096 tokens of context, 256 sequences and 4,096 rows a
-        step; overlap where an engine has it (imports torch to ask). Of the documents' settings,
-        these are slots and not fields: five drafts a step (verifier=di.verifier.Fixed(5)) and
-        bounded replay of the last 140 prompt tokens (the replay slot has 'exact' only, so far).
-        These do not exist here yet: expert, data and context parallelism, graphs, load balancing of
-        experts, a cap on the context of a prefill step, 1.2 state slots a sequence, a share of
+        step, DeepInfer's order of decode; overlap where an engine has it (asking imports torch).
+        Two of the documents' settings are slots and not fields: five drafts a step
+        (verifier=di.verifier.Fixed(5)) and bounded replay of the last 140 prompt tokens (the replay
+        slot has 'exact' only, so far). These do not exist here yet: expert, data and context
+        parallelism, graphs, load balancing of experts, 1.2 state slots a sequence, a share of
         device memory for the cache (give num_pages). Source: DeepInfer 0.1.0, EngineArgs and
         environ.py.
 
@@ -439,6 +439,7 @@ class EngineConfig(_Config):
             max_num_batched_tokens=4096,
             page_size=128,
             overlap=overlap_exists(),
+            scheduler="decode_order",
             packed_cache=True,
             keep_quantised=True,
         )
@@ -460,11 +461,15 @@ class EngineConfig(_Config):
                 f"EngineConfig does not hold: make the engine with verifier=di.verifier.Fixed("
                 f"{found.drafts}) and unset it, or use di.LLM"
             )
+        if found.max_context is not None:
+            from .engine.scheduler import DecodeOrder
+
+            return cls(**found.settings, scheduler=DecodeOrder(max_context=found.max_context))
         return cls(**found.settings)
 
     @staticmethod
     def environment() -> Table:
-        """Every documented DEEPINFER_* variable: type, default, what it becomes, or why it is refused."""
+        """Every documented DEEPINFER_* variable: what it becomes here, or why it is refused."""
         from .engine.environment import table
 
         return table()

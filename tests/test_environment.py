@@ -11,6 +11,7 @@ import pytest
 import deepinfer as di
 from deepinfer.engine import environment
 from deepinfer.engine.environment import BY_NAME, VARIABLES, read
+from deepinfer.engine.scheduler import DecodeOrder
 
 GIB = 2**30
 # The documented table: name -> (default as it would be written, another legal value).
@@ -82,7 +83,8 @@ DOCUMENTED = {
 FIELDS = {"ZERO_OVERHEAD_SCHEDULING": "overlap", "BATCH_INVARIANT": "batch_invariant"}
 TAKEN = {"ENGRAM_FORCE_GPU_STORAGE", "ENFORCE_EAGER", "DFLASH_ENFORCE_EAGER", "DISABLE_SYNC_GUARD"}
 TAKEN |= {"HF_MODEL_DIR", "CPP_LOG_LEVEL", "FUSED_SAMPLE_STRESS_TEST", "FUSED_SAMPLE_DETAIL_LOG"}
-REFUSED = sorted(set(DOCUMENTED) - set(FIELDS) - TAKEN - {"USE_NEXTN_DECODE"})
+OTHERWISE = {"USE_NEXTN_DECODE", "PREFILL_MAX_SUM_SEQLEN_K"}
+REFUSED = sorted(set(DOCUMENTED) - set(FIELDS) - TAKEN - OTHERWISE)
 
 
 def env(**texts: str) -> dict[str, str]:
@@ -147,7 +149,8 @@ def test_a_choice_is_one_of_those_listed(text):
     [("NCCL_NUM_SMS", "many"), ("NCCL_NUM_SMS", ""), ("NCCL_NUM_SMS", "3.5")]
     + [("GLOO_TIMEOUT", "nan"), ("GLOO_TIMEOUT", "inf"), ("XGRAMMAR_TIMEOUT", "soon")]
     + [("DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1.0,,1.0"), ("USE_NEXTN_DECODE", "five")]
-    + [("PREFILL_MAX_SUM_SEQLEN_K", "none"), ("USE_NEXTN_DECODE", "-1")],
+    + [("PREFILL_MAX_SUM_SEQLEN_K", "none"), ("PREFILL_MAX_SUM_SEQLEN_K", "0")]
+    + [("USE_NEXTN_DECODE", "-1")],
 )
 def test_a_text_that_is_no_value_names_the_variable(name, text):
     with pytest.raises(ValueError, match=f"^DEEPINFER_{name}"):
@@ -155,7 +158,7 @@ def test_a_text_that_is_no_value_names_the_variable(name, text):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match="DEEPINFER_BATCH_INVARIENT.*mean DEEPINFER_BATCH_INVARIANT"):
+    with pytest.raises(ValueError, match="BATCH_INVARIENT.*mean DEEPINFER_BATCH_INVARIANT"):
         di.EngineConfig.from_env(env(BATCH_INVARIENT="1"))
     with pytest.raises(ValueError, match=r"DEEPINFER_ZZZZ.*EngineConfig\.environment"):
         di.EngineConfig.from_env(env(ZZZZ=""))
@@ -174,6 +177,12 @@ def test_rings_step_back_by_the_drafts_and_one(drafts, steps):
     with pytest.raises(ValueError, match="DEEPINFER_MAX_BACKTRACKING_TOKENS"):
         more = str(int(drafts) + 2)
         read(env(USE_NEXTN_DECODE=drafts, MAX_BACKTRACKING_TOKENS=more))
+
+
+def test_the_context_of_a_prefill_step_is_the_schedulers():
+    config = di.EngineConfig.from_env(env(PREFILL_MAX_SUM_SEQLEN_K="9000"))
+    assert config == di.EngineConfig(scheduler=DecodeOrder(max_context=9000))
+    assert config.diff(di.EngineConfig()).keys() == {"scheduler"}
 
 
 def test_temperatures_are_one_or_one_a_draft():
@@ -208,7 +217,9 @@ def test_the_table_for_a_reader():
     table = di.EngineConfig.environment()
     assert table["variable"] == [v.name for v in VARIABLES]
     here = {row["variable"]: row["here"] for row in table}
-    assert here["BATCH_INVARIANT"] == "batch_invariant" and here["ZERO_OVERHEAD_SCHEDULING"] == "overlap"
+    assert here["BATCH_INVARIANT"] == "batch_invariant"
+    assert here["ZERO_OVERHEAD_SCHEDULING"] == "overlap"
+    assert here["PREFILL_MAX_SUM_SEQLEN_K"] == "scheduler"
     assert here["USE_NEXTN_DECODE"] == "verifier" and here["NCCL_NUM_SMS"] == "default only"
     assert {name for name, what in here.items() if what in ("already so", "not read")} == {
         *TAKEN, "MAX_BACKTRACKING_TOKENS"
@@ -220,7 +231,8 @@ def test_the_table_for_a_reader():
 def test_fields_named_in_the_table_exist():
     fields = set(di.EngineConfig.__dataclass_fields__)
     assert {v.becomes for v in VARIABLES if v.use == "field"} <= fields
-    assert {v.use for v in VARIABLES} == {"field", "drafts", "already", "elsewhere", "refused"}
+    uses = {"field", "drafts", "context", "already", "elsewhere", "refused"}
+    assert {v.use for v in VARIABLES} == uses
 
 
 # ------------------------------------------------------------------------- the documents' settings
@@ -231,6 +243,7 @@ def test_production_is_what_the_documents_say():
     assert (config.max_num_seqs, config.max_model_len, config.page_size) == (256, 4096, 128)
     assert config.max_num_batched_tokens == max(4096, 256 * (1 + environment.DRAFTS)) == 4096
     assert (config.dtype, config.fidelity, config.batch_invariant) == ("bfloat16", 2, False)
+    assert config.scheduler == "decode_order"
     assert config.packed_cache and config.keep_quantised and config.seed == 0
 
 

@@ -3,6 +3,7 @@
 One table, `VARIABLES`. A variable is one of
     field      it becomes a field of EngineConfig
     drafts     it becomes the verifier slot
+    context    it becomes a setting of the scheduler
     already    what it asks for holds here anyway (a value for which it does not hold is refused)
     elsewhere  DeepInfer's engine does not read it either (scripts, logs, tests)
     refused    only its default is accepted: what it would need is said
@@ -81,7 +82,8 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 @dataclass(frozen=True)
 class Variable:
     """One documented variable. name: without the prefix; default: DeepInfer's, converted; becomes:
-    the field of EngineConfig, or the slot, where there is one; note: what it becomes, or what it would need."""
+    the field of EngineConfig, or the slot, where there is one; note: what that does, or what it
+    would need; holds(value, drafts): whether `already` is true of a value."""
 
     name: str
     kind: str
@@ -125,15 +127,15 @@ _NO_GRAPHS = "no step is captured as a graph here"
 _IMAGES = "needs the image tower in the engine, which takes text only"
 _GRAMMAR = "no grammar compiler is part of the package yet; see the grammar slot"
 _REPLAY = "needs a replay policy that drops rows; so far the replay slot has 'exact' only"
-_BALLOT = "needs the data-parallel votes; a single engine prefills whenever something waits and fits"
+_BALLOT = "needs the data-parallel votes; a single engine prefills when something waits"
 _LOGS = "this engine writes no log lines; read eng.stats"
 _PROFILE = "not built in; use torch.profiler around eng.step()"
 _NO_COSTS = "step costs are not measured and cached; a verifier brings its own cost curve"
 
 VARIABLES: tuple[Variable, ...] = (
     # what the hardware is
-    _refused("ACCELERATOR", "nvidia | ascend", "nvidia", "needs an Ascend device; use device='auto'"),
-    _refused("JIT_CACHE_DIR", "str or unset", None, "no kernel is compiled at run time into a cache"),
+    _refused("ACCELERATOR", "nvidia | ascend", "nvidia", "needs an Ascend device"),
+    _refused("JIT_CACHE_DIR", "str or unset", None, "kernels are not cached on disk"),
     _refused("NCCL_NUM_SMS", "int", 32, _GPUS),
     _refused("USERBUFFER_COMM_SMS", "int", 0, _GPUS),
     _refused("GLOO_TIMEOUT", "float", 14400.0, "needs several processes"),
@@ -145,15 +147,15 @@ VARIABLES: tuple[Variable, ...] = (
     _refused("EXPERT_REARRANGEMENT_STEP_INTERVAL", "int", 0, _BALANCE),
     _refused("REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", "bool", False, _BALANCE),
     _refused("MOE_LB_STAT_INTERVAL", "int", 128, _BALANCE),
-    _refused("FORCE_IMBALANCE_RATIO", "float", 0.0, "write an experts variant that routes as you say"),
-    _refused("FORCE_LOAD_BALANCE", "bool", False, "write an experts variant that routes as you say"),
+    _refused("FORCE_IMBALANCE_RATIO", "float", 0.0, "write an experts variant for it"),
+    _refused("FORCE_LOAD_BALANCE", "bool", False, "write an experts variant for it"),
     _refused("SHOW_EPLB_DETAIL", "bool", False, _BALANCE),
     # steps
-    _refused("PREFILL_MAX_SUM_SEQLEN_K", "int or unset", None,
-             "needs a budget for the context of a prefill step, which is no EngineConfig field yet"),
+    Variable("PREFILL_MAX_SUM_SEQLEN_K", "int or unset", None, "context",
+             "most context of a prefill step: scheduler=DecodeOrder(max_context=n)", "scheduler"),
     _refused("PREFILL_ATTEMPT_INTERVAL", "int", 70, _BALLOT),
     _refused("PREFILL_ANY_ATTEMPT_INTERVAL", "int", 100, _BALLOT),
-    _refused("NUM_STATE_SLOTS_RATIO", "float", 1.2, "there is one state slot a sequence: max_num_seqs"),
+    _refused("NUM_STATE_SLOTS_RATIO", "float", 1.2, "there is one state slot a sequence"),
     _field("ZERO_OVERHEAD_SCHEDULING", "bool", False, "overlap",
            "the next step is launched before the last one is read; di.LLM's default is on"),
     _refused("GC_INTERVAL_STEP", "int", 1000, "Python collects its garbage when it likes; see gc"),
@@ -174,7 +176,7 @@ VARIABLES: tuple[Variable, ...] = (
     # model
     _refused("INDEX_ATTN_MEMORY_LIMIT", "int", 10 * 2**30,
              "index scores are not split by a memory limit; lower max_num_batched_tokens"),
-    _refused("ENGRAM_PAD_TOKEN", "int", 2, "it is engram_pad_token_id of the checkpoint's config.json"),
+    _refused("ENGRAM_PAD_TOKEN", "int", 2, "it is engram_pad_token_id in config.json"),
     _already("ENGRAM_FORCE_GPU_STORAGE", "bool", False, "n-gram tables lie where the weights lie"),
     _refused("YOCO_PREFILL_TRUNCATION_MODE", "off | mask | compact", "off", _REPLAY),
     _refused("YOCO_PREFILL_KEEP_TOKENS", "int", 0, _REPLAY),
@@ -204,7 +206,7 @@ VARIABLES: tuple[Variable, ...] = (
     _refused("MULTI_MODAL_BUFFER_SIZE", "int", 512, _IMAGES),
     _refused("MULTI_MODAL_WORKER_TIMEOUT", "float", 1800.0, _IMAGES),
     # looking inside
-    _already("DISABLE_SYNC_GUARD", "bool", False, "no guard watches for waits between host and device"),
+    _already("DISABLE_SYNC_GUARD", "bool", False, "no guard watches for waits of the host"),
     _refused("PROFILE_TORCH_CUDA_MEMORY", "str or unset", None, _PROFILE),
     _refused("ENABLE_MEMORY_TRACING", "bool", False, _PROFILE),
     _refused("PROFILE_HTTP_ENABLE", "bool", False, _PROFILE),
@@ -226,10 +228,12 @@ BY_NAME: dict[str, Variable] = {v.full: v for v in VARIABLES}
 @dataclass(frozen=True)
 class Found:
     """What an environment says. settings: fields of EngineConfig; drafts: most drafted tokens a
-    step, None where it is not said; given: 'NAME=text' of each variable that is set."""
+    step; max_context: most context of a prefill step, in tokens; both None where it is not said;
+    given: 'NAME=text' of each variable that is set."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     drafts: int | None = None
+    max_context: int | None = None
     given: tuple[str, ...] = ()
 
 
@@ -244,13 +248,21 @@ def read(environ: Mapping[str, str]) -> Found:
         if name not in BY_NAME:
             raise ValueError(_unknown(name))
     values = {name: BY_NAME[name].convert(text) for name, text in texts.items()}
-    drafts = values.get(PREFIX + "USE_NEXTN_DECODE")
-    if drafts is not None and drafts < 0:
-        raise ValueError(f"{PREFIX}USE_NEXTN_DECODE={drafts}: drafted tokens a step, 0 or more")
+    drafts = _at_least(0, values, "USE_NEXTN_DECODE")
+    context = _at_least(1, values, "PREFILL_MAX_SUM_SEQLEN_K")
     for name, value in values.items():
         _check(BY_NAME[name], value, DRAFTS if drafts is None else drafts)
-    settings = {v.becomes: values[n] for n, v in BY_NAME.items() if v.use == "field" and n in values}
-    return Found(settings, drafts, tuple(f"{name}={text}" for name, text in sorted(texts.items())))
+    fields = {n: v.becomes for n, v in BY_NAME.items() if v.use == "field"}
+    settings = {fields[n]: value for n, value in values.items() if n in fields}
+    given = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
+    return Found(settings, drafts, context, given)
+
+
+def _at_least(least: int, values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(PREFIX + name)
+    if value is not None and value < least:
+        raise ValueError(f"{PREFIX}{name}={value}: want {least} or more")
+    return value
 
 
 def _check(variable: Variable, value: Any, drafts: int) -> None:
@@ -274,7 +286,8 @@ def _check(variable: Variable, value: Any, drafts: int) -> None:
 
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, BY_NAME, 1)
-    hint = f"did you mean {close[0]}?" if close else "EngineConfig.environment() lists those there are"
+    listed = "EngineConfig.environment() lists those there are"
+    hint = f"did you mean {close[0]}?" if close else listed
     return f"{name}: no such variable is documented; {hint}"
 
 

@@ -1,10 +1,10 @@
-"""LLM: DeepInfer's own entry point over an Engine. Its names, defaults and results; no engine of its own.
+"""LLM: DeepInfer's own entry point, its names, defaults and results, over an Engine.
 
     llm = di.LLM("path/to/checkpoint", max_num_seqs=64)
     llm.generate(["def add(a, b):"], di.LLM.SamplingParams(temperature=0, max_tokens=32))
 
-Source of arguments, results and their rules: DeepInfer 0.1.0, entrypoints/llm.py, engine/arg_utils.py
-and sampling_params.py.
+Source of arguments, results and their rules: DeepInfer 0.1.0, entrypoints/llm.py,
+engine/arg_utils.py and sampling_params.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RequestOutput:
 
 
 class Outputs(list[Any]):
-    """What `LLM.generate` returns: out[i], a string or a list of RequestOutput, belongs to prompt i.
+    """What `LLM.generate` returns: out[i], a string or a list of RequestOutput, is of prompt i.
 
     completions: the same results as the engine reports them. Where a prompt failed, its place holds
     what it had emitted ('' or [] for nothing) and `errors` says why.
@@ -213,20 +213,25 @@ class LLM:
         return out
 
     def _params(self, given: Any, n: int) -> list[params.SamplingParams]:
-        """One di.SamplingParams per prompt. ValueError for another count, TypeError for another kind."""
+        """One di.SamplingParams per prompt. ValueError for another count, TypeError for a kind."""
         if given is None:
             given = llm_params.SamplingParams()
         one = isinstance(given, (llm_params.SamplingParams, params.SamplingParams))
-        each = [given] * n if one else items_of(given, "sampling_params is one LLM.SamplingParams or a list")
+        want = "sampling_params is one LLM.SamplingParams or a list of them"
+        each = [given] * n if one else items_of(given, want)
         if len(each) != n:
-            raise ValueError(f"sampling_params: {len(each)} for {n} prompts; give one, or one per prompt")
+            raise ValueError(
+                f"sampling_params: {len(each)} for {n} prompts; give one, or one per prompt"
+            )
         return [self._translated(p) for p in each]
 
     def _translated(self, p: Any) -> params.SamplingParams:
         if isinstance(p, params.SamplingParams):
             return p
         if not isinstance(p, llm_params.SamplingParams):
-            raise TypeError(f"sampling_params: want LLM.SamplingParams, got {type(p).__name__} {p!r}")
+            raise TypeError(
+                f"sampling_params: want LLM.SamplingParams, got {type(p).__name__} {p!r}"
+            )
         if p.first_n_token_no_eos and self._own_grammar:
             raise ValueError(
                 "SamplingParams(first_n_token_no_eos=1) is not available beside a grammar slot of "
@@ -272,7 +277,9 @@ def _prompts(prompts: Any, ids: Any) -> tuple[list[Any], bool]:
     flat = bool(rows) and not any(hasattr(plain(r), "__iter__") for r in rows)
     rows = [rows] if flat else rows
     if prompts is not None and len(texts) != len(rows):
-        raise ValueError(f"generate: {len(texts)} prompts and {len(rows)} prompt_token_ids; as many of each")
+        raise ValueError(
+            f"generate: {len(texts)} prompts and {len(rows)} prompt_token_ids; give as many of each"
+        )
     return rows, flat
 
 
@@ -281,7 +288,8 @@ def _texts(prompts: Any) -> tuple[list[Any], bool]:
         return [prompts], True
     texts = items_of(prompts, "prompts is a string or a list of strings")
     if texts and not any(isinstance(t, str) for t in texts):
-        raise ValueError(f"prompts is text, got a list of {type(texts[0]).__name__}: ids go into prompt_token_ids")
+        kind = type(texts[0]).__name__
+        raise ValueError(f"prompts is text, got a list of {kind}: ids go into prompt_token_ids")
     return texts, False
 
 
@@ -311,7 +319,7 @@ def _warn(out: Outputs) -> None:
     if errors:
         first = min(errors)
         warnings.warn(
-            f"{len(errors)} of {len(out)} prompts failed; the first is item {first}: {errors[first]} "
-            "(.errors has all)",
+            f"{len(errors)} of {len(out)} prompts failed; the first is item {first}: "
+            f"{errors[first]} (.errors has all)",
             stacklevel=3,
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import environment
 from deepinfer.engine.runtime import DEFAULT_MODEL_LEN
+from deepinfer.engine.scheduler import DecodeOrder
 from deepinfer.slots.protocols import SLOTS
 from deepinfer.slots.verifier import Fixed
 
@@ -41,7 +42,8 @@ class Argument:
             return
         if not any(type(value) is type(v) and value == v for v in (self.default, *self.also)):
             raise ValueError(
-                f"LLM({self.name}={value!r}) is not available (default {self.default!r}): {self.note}"
+                f"LLM({self.name}={value!r}) is not available (default {self.default!r}): "
+                f"{self.note}"
             )
 
 
@@ -64,6 +66,7 @@ ARGUMENTS: tuple[Argument, ...] = (
           "rows of a step; None: max(max_model_len, 4096, max_num_seqs * (1 + drafts))"),
     _used("chunked_prefill", False, "False wants max_num_batched_tokens >= max_model_len"),
     _used("tokens_per_block", -1, "page_size; -1: the model's window, 128 for the release; or 128"),
+    _used("stop_preempted_request", False, "True ends a request that gives way to others"),
     _refused("served_model_name", "deepinfer-model", "there is no server that would show it"),
     _refused("trust_remote_code", False, "no code of a checkpoint is ever run", True),
     _refused("load_format", "auto", "random weights: pass di.Engine.tiny() as model"),
@@ -77,7 +80,6 @@ ARGUMENTS: tuple[Argument, ...] = (
     _refused("disable_log_stats", True, "no log lines are written; read llm.engine.stats"),
     _refused("revision", None, _HUB),
     _refused("tokenizer_revision", None, _HUB),
-    _refused("stop_preempted_request", False, "a preempted request is computed again, never ended"),
     _refused("engine_type", 0, "prefill and decode run in one engine", "NORMAL"),
     _refused("ignore_len", 128 * 2**20, "a prompt is refused where it exceeds max_model_len"),
     _refused("lookahead_tokens", 0, "a chunk may be of any length"),
@@ -105,7 +107,13 @@ def engine_keywords(
     args = {a.name: a.default for a in ARGUMENTS if a.used} | dict(given)
     chosen: dict[str, Any] = {"overlap": environment.overlap_exists(), **found.settings}
     chosen |= {n: v for n, v in given.items() if n in _OURS}
+    if "scheduler" in given and args["stop_preempted_request"]:
+        raise ValueError(
+            f"LLM(stop_preempted_request=True, scheduler={given['scheduler']!r}): give one of "
+            "them, e.g. scheduler=DecodeOrder(stop_preempted=True)"
+        )
     chosen.setdefault("verifier", _verifier(found.drafts, config))
+    chosen.setdefault("scheduler", _scheduler(args, found, config))
     chosen |= {n: args[n] for n in ("seed", "max_model_len", "max_num_seqs")}
     chosen["page_size"] = _page_size(args["tokens_per_block"], chosen.get("page_size"))
     chosen["max_num_batched_tokens"] = _rows(args, _drafts(chosen["verifier"], config), config)
@@ -116,6 +124,25 @@ def _verifier(drafts: int | None, config: ModelConfig) -> Any:
     """DeepInfer drafts 5 tokens a step; a model that drafts fewer (none) is taken at its most."""
     n = min(environment.DRAFTS, config.max_draft) if drafts is None else drafts
     return Fixed(n) if n else "off"
+
+
+def _scheduler(args: Mapping[str, Any], found: environment.Found, config: ModelConfig) -> Any:
+    """DeepInfer's order of decode. ValueError where a prompt may have more context than a step."""
+    if not isinstance(args["stop_preempted_request"], bool):
+        given = args["stop_preempted_request"]
+        raise ValueError(f"LLM(stop_preempted_request={given!r}): True or False")
+    most, limit = found.max_context, _model_len(args, config)
+    if most is not None and isinstance(limit, int) and most < limit:
+        raise ValueError(
+            f"{environment.PREFIX}PREFILL_MAX_SUM_SEQLEN_K={most} is less than max_model_len="
+            f"{limit}: a long prompt would never fit; raise it, or lower max_model_len"
+        )
+    return DecodeOrder(max_context=most, stop_preempted=args["stop_preempted_request"])
+
+
+def _model_len(args: Mapping[str, Any], config: ModelConfig) -> Any:
+    length = args["max_model_len"]
+    return min(DEFAULT_MODEL_LEN, config.max_position_embeddings) if length is None else length
 
 
 def _drafts(verifier: Any, config: ModelConfig) -> int:
@@ -132,15 +159,14 @@ def _page_size(block: Any, page_size: int | None) -> int | None:
             "page_size=... takes other sizes"
         )
     if block == BLOCK and page_size not in (None, BLOCK):
-        raise ValueError(f"LLM(tokens_per_block={BLOCK}, page_size={page_size!r}): give one of them")
+        both = f"LLM(tokens_per_block={BLOCK}, page_size={page_size!r})"
+        raise ValueError(f"{both}: give one of them")
     return BLOCK if block == BLOCK else page_size
 
 
 def _rows(args: Mapping[str, Any], drafts: int, config: ModelConfig) -> Any:
     """Rows of a step. ValueError where a prompt that may not be split does not fit into one."""
-    length, rows = args["max_model_len"], args["max_num_batched_tokens"]
-    if length is None:
-        length = min(DEFAULT_MODEL_LEN, config.max_position_embeddings)
+    length, rows = _model_len(args, config), args["max_num_batched_tokens"]
     if rows is None:  # the engine checks the numbers themselves
         numbers = [length, LEAST_ROWS]
         if isinstance(args["max_num_seqs"], int):
@@ -151,9 +177,9 @@ def _rows(args: Mapping[str, Any], drafts: int, config: ModelConfig) -> Any:
     fits = not (isinstance(rows, int) and isinstance(length, int)) or rows >= length
     if not args["chunked_prefill"] and not fits:
         raise ValueError(
-            f"LLM(max_num_batched_tokens={rows}) is less than max_model_len={length}: a long prompt "
-            "would not fit into one step; give chunked_prefill=True, or raise the one, or lower the "
-            "other"
+            f"LLM(max_num_batched_tokens={rows}) is less than max_model_len={length}: a long "
+            "prompt would not fit into one step; give chunked_prefill=True, or raise the one, or "
+            "lower the other"
         )
     return rows
 
@@ -177,4 +203,5 @@ def table() -> Table:
         )
         for a in ARGUMENTS
     ]  # fmt: skip
-    return Table(rows, title="arguments of DeepInfer's LLM and EngineArgs, and what they become here")
+    title = "arguments of DeepInfer's LLM and EngineArgs, and what they become here"
+    return Table(rows, title=title)

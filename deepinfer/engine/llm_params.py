@@ -29,8 +29,8 @@ NO_EOS_FIRST = "the first token is not the end token"  # a spec of the grammar s
 
 # Documented fields that this engine cannot serve yet: why, and what to do instead.
 REFUSED = {
-    "so_args": "no grammar compiler is part of the package yet; make the engine with a grammar slot "
-    "of your own and pass di.SamplingParams(grammar=...)",
+    "so_args": "no grammar compiler is part of the package yet; make the engine with a grammar "
+    "slot of your own and pass di.SamplingParams(grammar=...)",
     "golden_token_ids": "given outputs cannot be forced through generate; llm.engine.logits(ids, "
     "prompt=n) and llm.engine.score(texts, prompt=n) feed them",
 }
@@ -134,11 +134,11 @@ def _with_named_refusals(cls: Any) -> None:
 _with_named_refusals(SamplingParams)
 
 
-# -------------------------------------------------------------------- the end token is not the first
+# ------------------------------------------------------------------ the end token is not the first
 
 
 class NoEosFirstState:
-    """Where one request stands: `taken` tokens. It looks at their number, never at which they are."""
+    """Where one request stands: `taken` tokens. Their number counts, never which they are."""
 
     done = False
 

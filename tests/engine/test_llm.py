@@ -1,4 +1,4 @@
-"""di.LLM: DeepInfer's names, defaults and results over an Engine; what it generates is the Engine's."""
+"""di.LLM: DeepInfer's names, defaults and results over an Engine; its tokens are the Engine's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from deepinfer.engine import llm_args, settings
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.llm import LLM, Outputs, RequestOutput
 from deepinfer.engine.llm_params import NO_EOS_FIRST, NoEosFirst
+from deepinfer.engine.scheduler import FCFS, DecodeOrder
 from deepinfer.slots.grammar import NoGrammar
 from engine.pool import check_empty
 
@@ -85,7 +86,8 @@ def test_ids_go_before_text(eng, llm):
 def test_params_are_one_or_one_a_prompt(eng, ids):
     each = [P(max_tokens=2), di.SamplingParams(max_tokens=3), P(max_tokens=4, seq_seed=1)]
     each = [dataclasses.replace(p, ignore_eos=True) for p in each]
-    assert [len(row) for row in ids.generate(prompt_token_ids=PROMPTS, sampling_params=each)] == [2, 3, 4]
+    out = ids.generate(prompt_token_ids=PROMPTS, sampling_params=each)
+    assert [len(row) for row in out] == [2, 3, 4]
     with pytest.raises(ValueError, match="2 for 3 prompts"):
         ids.generate(prompt_token_ids=PROMPTS, sampling_params=each[:2])
     for wrong in ([GREEDY, GREEDY, {}], ["greedy"] * 3):
@@ -106,7 +108,7 @@ def test_requests_that_share_an_object_share_its_seed(ids):
     assert e == f
 
 
-# -------------------------------------------------------------------------------- one object a token
+# ------------------------------------------------------------------------------ one object a token
 
 
 def test_outputs_are_one_object_a_token(ids):
@@ -124,7 +126,8 @@ def test_outputs_are_one_object_a_token(ids):
         assert all(o.top_logprobs == sorted(o.top_logprobs, reverse=True) for o in row)
         assert row[0].prompt_logprobs == list(c.prompt_logprobs) and row[1].prompt_logprobs is None
     plain = ids.generate(prompt_token_ids=PROMPTS[1], sampling_params=GREEDY)[0][0]
-    assert plain.top_logprobs is None and plain.top_token_ids is None and plain.prompt_logprobs is None
+    assert plain.top_logprobs is None and plain.top_token_ids is None
+    assert plain.prompt_logprobs is None
 
 
 def test_the_documented_fields_are_there():
@@ -136,7 +139,7 @@ def test_the_documented_fields_are_there():
     }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -171,7 +174,7 @@ def test_no_warning_where_all_went_well(llm):
         llm.generate(["a", "b"], GREEDY)
 
 
-# ------------------------------------------------------------------------------------ SamplingParams
+# ---------------------------------------------------------------------------------- SamplingParams
 
 
 def test_fields_and_defaults_are_the_documented_ones():
@@ -248,7 +251,7 @@ def test_unknown_fields():
 
 
 def test_the_end_token_is_not_the_first_where_it_is_asked(eng):
-    """The rule is told that the model's favourite token is the end; behind the first it may come."""
+    """The rule takes the model's favourite token for the end; behind the first it may come."""
     first = eng.generate(PROMPTS[1], temperature=0.0, max_tokens=1)[0].token_ids[0]
     for drafting in ("off", di.verifier.Fixed(5)):
         base = eng.with_(grammar=NoEosFirst(first))
@@ -302,7 +305,7 @@ OTHER = dict(
     served_model_name="mine", load_format="dummy", data_parallel_size=8, context_parallel_size=2,
     expert_parallel_size=8, engram_parallel_size=2, engine_rank=1, engine_group_rank=1,
     gpu_memory_utilization=0.5, disable_log_stats=False, revision="main", tokenizer_revision="v1",
-    stop_preempted_request=True, engine_type=1, ignore_len=5, lookahead_tokens=8,
+    engine_type=1, ignore_len=5, lookahead_tokens=8,
     offline_inference=False, tokens_per_block=64, tokenizer="elsewhere",
 )  # fmt: skip
 
@@ -316,14 +319,16 @@ def test_arguments_and_defaults_are_the_documented_ones():
         ("gpu_memory_utilization", 0.9), ("decode_sequence", True),
     ]  # fmt: skip
     table = LLM.arguments()
-    assert dict(zip(table["argument"], table["default"])) == {n: repr(v) for n, v in DOCUMENTED.items()}
+    shown = dict(zip(table["argument"], table["default"]))
+    assert shown == {n: repr(v) for n, v in DOCUMENTED.items()}
     assert all(table["note"])
 
 
 def test_every_default_may_be_written_out(eng):
     plain, written = LLM(eng), LLM(eng, **DOCUMENTED)
     assert plain.engine.settings == written.engine.settings
-    LLM(eng, trust_remote_code=True, data_parallel_size=1, engram_parallel_size=1, tokenizer=eng.source)
+    LLM(eng, tokenizer=eng.source, trust_remote_code=True)
+    LLM(eng, data_parallel_size=1, engram_parallel_size=1, engine_type="NORMAL")
 
 
 def test_every_argument_is_used_or_refused():
@@ -342,7 +347,8 @@ def test_the_engine_gets_what_is_asked(eng):
     assert (s.max_num_seqs, s.max_model_len, s.seed, s.page_size) == (256, None, 0, None)
     assert s.max_num_batched_tokens == 4096
     assert repr(LLM(eng).engine.slots["verifier"]) == "Fixed(5)"
-    s = LLM(eng, max_num_seqs=1000, seed=7, max_model_len=5000, tokens_per_block=128).engine.settings
+    asked = dict(max_num_seqs=1000, seed=7, max_model_len=5000, tokens_per_block=128)
+    s = LLM(eng, **asked).engine.settings
     assert (s.max_num_batched_tokens, s.seed, s.max_model_len, s.page_size) == (6000, 7, 5000, 128)
     s = LLM(eng, max_num_seqs=1000, verifier="off", max_model_len=5000).engine.settings
     assert s.max_num_batched_tokens == 5000
@@ -354,13 +360,49 @@ def test_the_engine_gets_what_is_asked(eng):
 
 
 def test_a_prompt_that_may_not_be_split_must_fit_a_step(eng):
-    with pytest.raises(ValueError, match="max_num_batched_tokens=64.*max_model_len=128.*chunked_prefill"):
+    with pytest.raises(ValueError, match="tokens=64.*max_model_len=128.*chunked_prefill"):
         LLM(eng, max_num_batched_tokens=64, **SMALL)
     with pytest.raises(ValueError, match="max_model_len=4096"):
         LLM(eng, max_num_batched_tokens=64)
-    split = LLM(eng, max_num_batched_tokens=64, chunked_prefill=True, decode_sequence=False, **SMALL)
-    want = [c.token_ids for c in eng.generate(PROMPTS, temperature=0.0, max_tokens=6, ignore_eos=True)]
-    assert tokens(split.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)) == want
+    pieces = dict(max_num_batched_tokens=64, chunked_prefill=True)
+    split = LLM(eng, decode_sequence=False, **pieces, **SMALL)
+    want = eng.generate(PROMPTS, temperature=0.0, max_tokens=6, ignore_eos=True)
+    out = split.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
+    assert tokens(out) == [c.token_ids for c in want]
+
+
+def test_a_request_that_gives_way_is_computed_again_or_ended(eng):
+    """A pool of 6 pages of 16 tokens for three requests that want 3 each."""
+    pool = dict(max_num_seqs=3, max_model_len=48, num_pages=6, page_size=16, verifier="off")
+    prompts = [[0, *range(k, k + 13)] for k in (20, 60, 200)]
+    p = P(temperature=0, max_tokens=30, ignore_eos=True)
+    again = LLM(eng, decode_sequence=False, **pool)
+    ended = LLM(eng, decode_sequence=False, stop_preempted_request=True, **pool)
+    assert again.engine.settings.scheduler == DecodeOrder()
+    assert ended.engine.settings.scheduler == DecodeOrder(stop_preempted=True)
+    done = eng.generate(prompts, temperature=0.0, max_tokens=30, ignore_eos=True)
+    want = [c.token_ids for c in done]
+    out = again.generate(prompt_token_ids=prompts, sampling_params=p)
+    assert tokens(out) == want and again.engine.stats.preemptions
+    out = ended.generate(prompt_token_ids=prompts, sampling_params=p)
+    reasons = [row[-1].finish_reason for row in out]
+    assert set(reasons) == {"length", "insufficient_system_resource"} and not out.errors
+    assert all(w[: len(t)] == t for t, w in zip(tokens(out), want))
+    check_empty(again.engine)
+    check_empty(ended.engine)
+
+
+def test_the_scheduler(eng, monkeypatch):
+    assert LLM(eng, scheduler="fcfs").engine.settings.scheduler == "fcfs"
+    with pytest.raises(ValueError, match="give one of them"):
+        LLM(eng, scheduler=FCFS(), stop_preempted_request=True)
+    with pytest.raises(ValueError, match=r"stop_preempted_request=1\): True or False"):
+        LLM(eng, stop_preempted_request=1)
+    monkeypatch.setenv("DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K", "5000")
+    assert LLM(eng).engine.settings.scheduler == DecodeOrder(max_context=5000)
+    assert LLM(eng, scheduler="fcfs").engine.settings.scheduler == "fcfs"
+    with pytest.raises(ValueError, match="PREFILL_MAX_SUM_SEQLEN_K=5000 .*max_model_len=6000"):
+        LLM(eng, max_model_len=6000)
 
 
 def test_unknown_arguments(eng):
