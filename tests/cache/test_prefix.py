@@ -79,6 +79,8 @@ def test_boundaries_between_ids_are_part_of_the_key():
     keys = [page_key(parent, 0, ids) for ids in ([1, 23], [12, 3], [123], [1, 2, 3], [0, 1, 23])]
     assert len(set(keys)) == 5
     assert digest(("a", b"bc")) != digest(("ab", b"c")) != digest(("a", b"b"), ("c", b""))
+    assert digest(("a", b"c")) != digest(("b", b"c"))
+    assert page_key(parent, 0, [1 << 40]) != page_key(parent, 0, [(1 << 40) + (1 << 32)])
     assert digest(("a", None)) != digest(("a", b"")) != digest()
 
 
@@ -126,6 +128,7 @@ def test_a_picture_elsewhere_or_cut_otherwise_is_another_key():
     parent, ids = root_key(), [4] * 4
     spans = [[], [(0, 2, a)], [(1, 3, a)], [(0, 3, a)], [(2, 4, a)], [(0, 2, a), (2, 4, b)]]
     spans += [[(0, 2, b), (2, 4, a)], [(-2, 2, a)], [(-3, 1, a)]]
+    spans += [[(0, 4, bytes(31) + bytes([last]))] for last in (0, 1)]  # every byte counts
     keys = [page_key(parent, 8, ids, [ImageSpan(8 + s, 8 + e, d) for s, e, d in x]) for x in spans]
     assert len(set(keys)) == len(keys)
     pair = [ImageSpan(8, 10, a), ImageSpan(10, 12, b)]
@@ -346,7 +349,7 @@ def test_registering_what_cannot_be_is_refused():
     with pytest.raises(RuntimeError, match="page 0 is kept but is 0"):
         cache.register(other, [0])
     words = "snapshot at position {} of a sequence with 1 full pages of 4 tokens: .* 4 to 4"
-    for position in (0, 3, 8):
+    for position in (0, 3, 5, 8):
         with pytest.raises(ValueError, match=words.format(position)):
             cache.register_snapshot(keys, Rows(position))
     with pytest.raises(ValueError, match="already tells another store"):
