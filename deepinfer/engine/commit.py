@@ -47,6 +47,10 @@ def undo(rt: Runtime, schedule: Schedule) -> None:
         if request.state != "running":
             continue
         request.mend()
+        if request.output and stops(rt, request):  # its last token was appended, not yet looked at
+            rt.room.end(request, request.finish_reason)
+            rt.scheduler.release(request)
+            continue
         written = share.stop - share.start
         if request.computed == share.start and written > rt.limits.backtracking:
             request.restart()

@@ -378,7 +378,7 @@ class Engine:
 
     def _add(self, prompt: Any, params: SamplingParams, timeout: float | None = None) -> Request:
         rt = self.runtime
-        deadline = None if timeout is None else time.monotonic() + require_timeout(timeout)
+        deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
         ids = encode_prompt(self, prompt)
         params.validate_for(self.config.vocab_size)
         limit = rt.limits.model_len

@@ -190,11 +190,14 @@ class FCFS:
     def decode(self, rows: int) -> list[Share]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
         most = max(rows // (1 + self.room.lookahead), 1)
-        chosen = self.order([r for r in self.running if r.decoding])[:most]
-        for request in chosen:
-            while request in self.running and not self.room.grow(request):
+        chosen: list[Request] = []
+        for request in self.order([r for r in self.running if r.decoding]):
+            if len(chosen) == most:
+                break
+            while request.state == "running" and not self.room.grow(request):
                 self.preempt(self.victim())
-        return [Share(r, r.computed, r.length) for r in chosen if r in self.running]
+            chosen = [r for r in (*chosen, request) if r.state == "running"]
+        return [Share(r, r.computed, r.length) for r in chosen]
 
     def order(self, ready: list[Request]) -> list[Request]:
         """In which order running requests take rows and pages of a decode step."""

@@ -1,0 +1,135 @@
+"""Data-parallel ranks agree on the kind of a step: all prefill or all decode, the same on every rank.
+
+Ranks that waited for each other's prompts would decode at half speed, and ranks that never waited
+would prefill one after another while the others idle. So prefill is put to a vote, and only at some
+steps (DeepInfer 0.1.0, csrc/engine/scheduler.hpp):
+
+    ALL point   the number of decode steps since the last prefill is divisible by 70, 0 included:
+                prefill where every rank wants to
+    ANY point   it is not 0 and divisible by 100: prefill where some rank wants to (before ALL)
+
+A second vote asks whether any rank that wanted really has rows. Where none has, the step is a decode
+step and the count goes on: an empty prefill step would set it back to 0, a vote would follow at
+once, and nobody would ever decode.
+
+Added here: where no rank has anything to decode, every point is an ANY point. Counting to 100
+without a row would only pass the time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepinfer.engine.request import Request
+from deepinfer.engine.room import Room
+from deepinfer.engine.scheduler import FCFS, Schedule
+
+
+@dataclass(slots=True)
+class DataParallelVotes:
+    """The counting of votes on one rank; a pure state machine, in the same state on every rank.
+
+    decode_steps: since the last prefill step.
+    """
+
+    all_every: int = 70
+    any_every: int = 100
+    decode_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.all_every < 1 or self.any_every < 1:
+            raise ValueError(f"{self}: votes are at least 1 step apart")
+
+    def point(self, busy: Sequence[bool]) -> str:
+        """'any', 'all' or 'none'. busy: for each rank whether it has decode rows."""
+        if not any(busy) or (self.decode_steps and self.decode_steps % self.any_every == 0):
+            return "any"
+        return "none" if self.decode_steps % self.all_every else "all"
+
+    def attempt(self, wants: Sequence[bool], busy: Sequence[bool]) -> bool:
+        """The first vote: do the ranks that want to prefill try to?"""
+        point = self.point(busy)
+        return any(wants) if point == "any" else point == "all" and all(wants)
+
+    def settle(self, scheduled: Sequence[bool]) -> str:
+        """The second vote, after an attempt (all False without one): the step's kind. scheduled: for
+        each rank whether it has prefill rows."""
+        if any(scheduled):
+            self.decode_steps = 0
+            return "prefill"
+        self.decode_steps += 1
+        return "decode"
+
+
+Gather = Callable[[bool], Sequence[bool]]
+
+
+def alone(vote: bool) -> Sequence[bool]:
+    """The votes where there is one rank."""
+    return [vote]
+
+
+class DataParallel:
+    """A scheduler of one rank whose steps are of the kind that all ranks agree on.
+
+    inner: what the rank would do by itself, an FCFS or a subclass that does not mix. gather: sends
+    this rank's vote and returns every rank's, in the same order everywhere (an all-gather); every
+    rank calls `schedule` once a step, also with nothing to do. full: share of pages in use above
+    which a rank wants no new prompt.
+    """
+
+    def __init__(
+        self, inner: FCFS | None = None, gather: Gather = alone, votes: DataParallelVotes | None = None,
+        full: float = 0.9,
+    ) -> None:
+        self.inner, self.gather = inner or FCFS(), gather
+        self.votes, self.full = votes or DataParallelVotes(), full
+
+    def __repr__(self) -> str:
+        return f"DataParallel({self.inner!r}, votes={self.votes!r})"
+
+    def start(self, room: Room) -> DataParallel:
+        return DataParallel(self.inner.start(room), self.gather, copy.copy(self.votes), self.full)
+
+    def want_prefill(self) -> bool:
+        """A prompt that has begun goes on; a new one is wanted where pages are left for those that
+        run to grow."""
+        room = self.inner.room
+        return self.inner.prefilling() or (
+            room.pages.used <= self.full * room.pages.size and self.inner.next_fits()
+        )
+
+    def schedule(self) -> Schedule:
+        """The next step; one without shares where the other ranks have rows of that kind."""
+        inner, rows = self.inner, self.inner.room.max_rows
+        wants = self.want_prefill()
+        busy = self.gather(any(r.decoding for r in inner.running))
+        shares = []
+        if self.votes.attempt(self.gather(wants), busy) and wants:
+            shares = inner.prefill(rows)
+        if self.votes.settle(self.gather(bool(shares))) == "prefill":
+            return Schedule("prefill", tuple(shares))
+        return Schedule("decode", tuple(inner.decode(rows)))
+
+    def add(self, request: Request) -> None:
+        self.inner.add(request)
+
+    def preempt(self, request: Request) -> None:
+        self.inner.preempt(request)
+
+    def release(self, request: Request) -> None:
+        self.inner.release(request)
+
+    @property
+    def unfinished(self) -> int:
+        return self.inner.unfinished
+
+    @property
+    def waiting(self):
+        return self.inner.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        return self.inner.running

@@ -1,0 +1,442 @@
+"""Schedulers: which rows run, in which order, within which limits; and votes between ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import pytest
+import torch
+from deepinfer.cache.pages import PageManager, Pool
+from deepinfer.config import EngineConfig
+from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.request import Request, TokenStep
+from deepinfer.engine.room import Room
+from deepinfer.engine.scheduler import (
+    FCFS,
+    SCHEDULERS,
+    DecodeOrder,
+    Mixed,
+    Schedule,
+    Share,
+    require_runnable,
+)
+from deepinfer.engine.stats import Stats
+from deepinfer.engine.votes import DataParallel, DataParallelVotes
+from deepinfer.measure.provenance import of_engine
+from deepinfer.slots.verifier import Fixed
+from engine.pool import check_empty
+from properties.small import small_engine, stream
+
+torch.set_num_threads(1)
+
+
+def room(pages=12, seqs=4, rows=16, page=4, lookahead=0) -> Room:
+    return Room(
+        PageManager(pages), Pool("state slots", seqs + 1), Stats(), page_size=page,
+        max_num_seqs=seqs, max_rows=rows, lookahead=lookahead,
+    )  # fmt: skip
+
+
+def request(id: int, prompt: int, most: int = 8) -> Request:
+    return Request(id, [5] * prompt, SamplingParams(max_tokens=most), seed=id)
+
+
+def ran(schedule: Schedule) -> list[tuple[int, int, int]]:
+    return [(s.request.id, s.start, s.stop) for s in schedule.shares]
+
+
+def perform(schedule: Schedule, drafts: int = 0) -> None:
+    """What a model and a commit would do: every emitting share adds a token, or 1 + drafts."""
+    for s in schedule.shares:
+        emits, decode = s.emits, s.decode
+        s.request.computed = s.stop
+        for _ in range((1 + drafts if decode else 1) if emits else 0):
+            if len(s.request.output) < s.request.params.max_tokens:
+                s.request.output.append(7)
+                s.request.logprobs.append(0.0)
+                s.request.steps.append(TokenStep(0, 0, "target"))
+        if emits:
+            s.request.computed = s.request.length - 1
+        if len(s.request.output) >= s.request.params.max_tokens:
+            s.request.finish("length")
+
+
+def step(scheduler, drafts: int = 0) -> Schedule:
+    made = require_runnable(scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).room)
+    perform(made, drafts)
+    for s in made.shares:
+        if s.request.finished:
+            scheduler.release(s.request)
+    return made
+
+
+# ------------------------------------------------------------------------------------ which rows
+
+
+def test_prefill_goes_first_in_chunks_and_in_order():
+    s = FCFS().start(room(rows=6))
+    for i, n in enumerate((4, 9, 2)):
+        s.add(request(i, n))
+    said = [step(s) for _ in range(4)]
+    assert [x.kind for x in said] == ["prefill", "prefill", "prefill", "decode"]
+    assert [ran(x) for x in said[:3]] == [[(0, 0, 4), (1, 0, 2)], [(1, 2, 8)], [(1, 8, 9), (2, 0, 2)]]
+    assert ran(said[3]) == [(0, 4, 5), (1, 9, 10), (2, 2, 3)]
+    s.add(request(3, 3))
+    assert ran(step(s)) == [(3, 0, 3)]
+
+
+def test_nobody_is_admitted_before_the_rows_are_there():
+    s = FCFS().start(room(rows=6))
+    for i in range(3):
+        s.add(request(i, 6))
+    step(s)
+    assert [r.id for r in s.running] == [0] and s.room.pages.used == 2
+
+
+def test_the_context_of_a_prefill_step_is_capped():
+    s = FCFS(max_context=10).start(room(pages=40, rows=16))
+    for i, n in enumerate((4, 6, 1, 14, 2)):
+        s.add(request(i, n))
+    assert [ran(step(s)) for _ in range(2)] == [[(0, 0, 4), (1, 0, 6)], [(2, 0, 1)]]
+    assert [len(s.waiting), step(s).kind] == [2, "prefill"]  # 14 alone is more than 10: it goes alone
+
+
+def test_the_order_of_decode():
+    """Two rows a step: FCFS finishes the first two, DeepInfer's order lets all advance together."""
+    for kind, want in ((FCFS, [4, 4, 1, 1]), (DecodeOrder, [3, 3, 2, 2])):
+        s = kind().start(room(pages=40, rows=2))
+        made = [request(i, 1) for i in range(4)]
+        for r in made:
+            s.add(r)
+        for _ in range(2 + 3):
+            step(s)
+        assert [len(r.output) for r in made] == want
+    s = DecodeOrder().start(room(pages=40, rows=16))
+    for i, n in enumerate((3, 9, 5)):
+        s.add(request(i, n))
+    step(s), step(s)
+    assert [s.request.id for s in s.schedule().shares] == [1, 2, 0]  # the batch: longest first
+
+
+def test_mixed_steps_have_decode_rows_and_then_prefill_rows():
+    s = Mixed().start(room(rows=6, lookahead=1, pages=40))
+    s.add(request(0, 4))
+    assert step(s).kind == "prefill"
+    s.add(request(1, 9))
+    made = step(s)
+    assert made.kind == "mixed" and ran(made) == [(0, 4, 5), (1, 0, 4)]  # a row is left for the draft
+    assert ran(step(s)) == [(0, 5, 6), (1, 4, 8)]
+
+
+@pytest.mark.parametrize("kind", [FCFS, DecodeOrder, Mixed])
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_every_random_load_ends(kind, lookahead):
+    """No livelock, no leak and no overtaking for any sizes that fit alone."""
+    for seed in range(60):
+        chance = random.Random(seed)
+        page = chance.choice((1, 4, 8))
+        s = kind().start(room(chance.randint(2, 14), chance.randint(1, 4), chance.randint(1, 12), page, lookahead))
+        todo = [request(i, chance.randint(1, 20), chance.randint(1, 12)) for i in range(12)]
+        todo = [r for r in todo if s.room.pages.ask(s.room.most(r)) != "never"]
+        alive, first = [], []
+        for steps in range(5000):
+            if todo and chance.random() < 0.2:
+                alive.append(todo.pop(0))
+                s.add(alive[-1])
+            made = step(s, chance.randint(0, lookahead))
+            first += [x.request.id for x in made.shares if x.start == 0 and x.request.id not in first]
+            held = [p for r in s.running for p in r.pages]
+            assert len(held) == len(set(held)) == s.room.pages.used
+            assert [r.id for r in s.waiting] == sorted(r.id for r in s.waiting)
+            assert made.shares or not s.unfinished
+            rows = sum(x.stop - x.start + lookahead * x.decode for x in made.shares)
+            assert rows <= max(s.room.max_rows, 1 + lookahead)
+            if not todo and not s.unfinished:
+                break
+        assert not s.unfinished and all(r.finished for r in alive)
+        assert first == sorted(first) and s.room.pages.free == s.room.pages.size
+        assert s.room.states.free == s.room.states.size
+
+
+# ------------------------------------------------------------------------------- which scheduler
+
+
+def engine(**changes):
+    return small_engine("one layer", vocab=97, **{"max_model_len": 64, **changes})
+
+
+PROMPTS = [stream(n, 40 + n, high=90) for n in (9, 3, 14)]
+HOW = dict(max_tokens=8, seed=2, ignore_eos=True)
+
+
+def test_a_name_a_class_or_an_instance():
+    want = [c.token_ids for c in engine().generate(PROMPTS, **HOW)]
+    mine = FCFS(max_context=12)
+    for value in ("fcfs", "mixed", Mixed, DecodeOrder(), mine, DataParallel(), DataParallel):
+        for drafts in (0, 2):
+            eng = engine(scheduler=value, verifier=Fixed(drafts), max_num_batched_tokens=8)
+            assert [c.token_ids for c in eng.generate(PROMPTS, **HOW)] == want
+            check_empty(eng)
+    assert engine().settings.scheduler == "fcfs" and not hasattr(mine, "room")
+    a, b = engine(scheduler=mine), engine(scheduler=mine)
+    assert a.runtime.scheduler is not b.runtime.scheduler is not mine
+    again = a.with_(max_num_seqs=2)
+    assert again.settings.scheduler == mine and again.runtime.scheduler.max_context == 12
+    assert repr(FCFS()) == "FCFS()" and "scheduler=FCFS(max_context=12)" in repr(a)
+    assert "scheduler" not in repr(engine())
+    assert json.dumps(of_engine(a)) and "FCFS(max_context=12)" in a.settings.to_json()
+    assert EngineConfig(scheduler=FCFS()) == EngineConfig(scheduler=FCFS()) != EngineConfig(scheduler=mine)
+    assert hash(a.settings) == hash(engine().settings)
+
+
+@pytest.mark.parametrize(
+    "value, error, words",
+    [
+        ("fcsf", ValueError, "no scheduler is named 'fcsf': did you mean 'fcfs'"),
+        ("zzz", ValueError, "the names are fcfs, decode_order, mixed"),
+        (None, TypeError, "want a name"),
+        (3, TypeError, "has no start, add, schedule"),
+        (Room, TypeError, "cannot be made without arguments"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused_when_the_engine_is_made(value, error, words):
+    with pytest.raises(error, match=words):
+        engine(scheduler=value)
+    assert list(SCHEDULERS) == ["fcfs", "decode_order", "mixed"]
+    with pytest.raises(ValueError, match="max_context=0"):
+        FCFS(max_context=0)
+
+
+class OneByOne:
+    """A whole scheduler of one's own: one request at a time, last in, first out."""
+
+    def __init__(self):
+        self.stack = []
+
+    def start(self, room):
+        own = type(self)()
+        own.room = room
+        return own
+
+    def add(self, request):
+        self.stack.append(request)
+
+    def schedule(self):
+        if not self.stack:
+            return Schedule("idle")
+        running = [r for r in self.stack if r.state == "running"]
+        r = running[0] if running else self.stack[-1]
+        if not (self.room.grow(r) if running else self.room.admit(r)):
+            return Schedule("idle")
+        return Schedule("decode" if r.decoding else "prefill", (Share(r, r.computed, r.length),))
+
+    def preempt(self, request):
+        self.room.preempt(request)
+
+    def release(self, request):
+        self.stack.remove(request)
+        self.room.free(request)
+
+    @property
+    def unfinished(self):
+        return len(self.stack)
+
+
+def test_a_scheduler_from_nothing():
+    want = [c.token_ids for c in engine().generate(PROMPTS, **HOW)]
+    eng = engine(scheduler=OneByOne(), verifier=Fixed(2))
+    out = eng.generate(PROMPTS, **HOW)
+    assert [c.token_ids for c in out] == want
+    assert eng.runtime.pages.used == 0 and eng.unfinished == 0
+    assert out[0].steps[0].step > out[1].steps[-1].step > out[1].steps[0].step > out[2].steps[-1].step
+
+
+def wild(change):
+    class Wild(FCFS):
+        def schedule(self):
+            made = super().schedule()
+            return change(self, made) if made.shares else made
+
+    return Wild()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda s, m: Schedule(m.kind, m.shares * 2), "which is listed twice"),
+        (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 1, 2),)), "has rows 1..1, 0 computed"),
+        (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 0, 99),)), "and 9 tokens"),
+        (lambda s, m: s.preempt(m.shares[0].request) or m, "which is waiting"),
+        (lambda s, m: Schedule("decode", m.shares), "prefill rows in a decode step"),
+        (lambda s, m: Schedule("both", m.shares), "as 'both'"),
+        (lambda s, m: s.room.pages.give(m.shares[0].request.pages[1:])
+         or m.shares[0].request.pages.__delitem__(slice(1, None)) or m, "holds 1 pages, 3 are written to"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_run_names_its_scheduler(change, words):
+    eng = engine(scheduler=wild(change), page_size=4)
+    with pytest.raises(ValueError, match=rf"Wild\(\) scheduled.*{words}"):
+        eng.generate(PROMPTS[0], **HOW)
+    assert eng.runtime.pages.used == 0 and eng.unfinished == 0
+
+
+def test_a_timeout_ends_a_request_and_no_clock_is_read_without_one(monkeypatch):
+    now = [100.0]
+
+    def clock() -> float:
+        if now[0] < 0:
+            raise AssertionError("a clock was read")
+        return now[0]
+
+    monkeypatch.setattr("deepinfer.engine.engine.time.monotonic", clock)
+    eng = engine(max_num_seqs=2)
+    want = eng.generate(PROMPTS, **HOW)
+    running, waits = eng.add(PROMPTS[0], timeout=5, **HOW), None
+    free = eng.add(PROMPTS[1], **HOW)
+    waits = eng.add(PROMPTS[2], timeout=2.5, **HOW)
+    done = [c for _ in range(3) for c in eng.step()]
+    now[0] = 102.5
+    done += eng.step()
+    assert [(c.index, c.finish_reason, c.token_ids, c.error) for c in done] == [(waits, "timeout", (), None)]
+    eng.runtime.scheduler.preempt(eng.requests[running])
+    now[0] = 105.0
+    (late,) = eng.step()
+    assert late.index == running and late.finish_reason == "timeout"
+    assert late.token_ids == want[0].token_ids[:4] and eng.stats.finished["timeout"] == 2
+    now[0] = -1.0
+    while eng.unfinished:
+        done += eng.step()
+    assert {c.index: c.token_ids for c in done}[free] == want[1].token_ids
+    check_empty(eng)
+    for bad in (-1, True, "3", float("nan")):
+        with pytest.raises(ValueError, match="timeout=.*seconds >= 0"):
+            eng.add(PROMPTS[0], timeout=bad)
+    now[0] = 7.0
+    assert [c.finish_reason for c in eng.generate(PROMPTS, timeout=0, **HOW)] == ["timeout"] * 3
+    assert list(eng.stream(PROMPTS[0], timeout=0, **HOW)) == []
+
+
+def test_a_scheduler_that_never_schedules_is_blamed():
+    eng = engine(scheduler=wild(lambda s, m: Schedule("idle")))
+    with pytest.raises(RuntimeError, match=r"Wild\(\) scheduled nothing in 1000 steps while 1 requests"):
+        eng.generate(PROMPTS[0], **HOW)
+    assert eng.unfinished == 0
+
+
+# ------------------------------------------------------------------------------------ the votes
+
+
+def test_points_are_those_of_the_document():
+    v = DataParallelVotes()
+    said = []
+    for n in range(211):
+        v.decode_steps = n
+        said.append(v.point([True]))
+    assert [n for n, p in enumerate(said) if p == "all"] == [0, 70, 140, 210]
+    assert [n for n, p in enumerate(said) if p == "any"] == [100, 200]
+    v.decode_steps = 700  # both: ANY
+    assert v.point([True]) == "any"
+    v.decode_steps = 3
+    assert v.point([False, False]) == "any" and v.point([False, True]) == "none"
+
+
+def test_an_attempt_that_schedules_nothing_is_a_decode_step():
+    v = DataParallelVotes()
+    assert v.attempt([True, True], [True, True]) and v.settle([False, False]) == "decode"
+    assert v.decode_steps == 1
+    assert not v.attempt([True, True], [True, True]) and v.settle([False, False]) == "decode"
+    v.decode_steps = 70
+    assert not v.attempt([True, False], [True, True])
+    assert v.attempt([True, True], [True, True]) and v.settle([False, True]) == "prefill"
+    assert v.decode_steps == 0
+    with pytest.raises(ValueError, match="at least 1 step"):
+        DataParallelVotes(all_every=0)
+
+
+class Ranks:
+    """Ranks as threads that gather votes at a barrier, as an all-gather does."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.votes, self.barrier = n, [False] * n, threading.Barrier(n, timeout=20)
+
+    def gather_of(self, rank: int):
+        def gather(vote: bool) -> list[bool]:
+            self.votes[rank] = vote
+            self.barrier.wait()
+            got = list(self.votes)
+            self.barrier.wait()
+            return got
+
+        return gather
+
+    def run(self, make, loads, most: int) -> list[list[tuple[str, int]]]:
+        """(kind, rows) of every step of every rank, until all are done. loads: per rank (step at
+        which it comes, prompt length, output length)."""
+        said: list[list] = [[] for _ in range(self.n)]
+
+        def one(rank: int) -> None:
+            gather = self.gather_of(rank)
+            s = DataParallel(make(), gather, DataParallelVotes(all_every=7, any_every=10)).start(room(pages=9, rows=8))
+            todo = sorted(loads[rank])
+            try:
+                for n in range(most):
+                    while todo and todo[0][0] <= n:
+                        _, length, out = todo.pop(0)
+                        s.add(request(len(said[rank]) * 100 + len(s.waiting), length, out))
+                    if not any(gather(bool(todo or s.unfinished))):
+                        return
+                    made = step(s)
+                    said[rank].append((made.kind, len(made.shares)))
+                said[rank].append(("never ends", 0))
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(self.n)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        return said
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [FCFS, DecodeOrder])
+def test_ranks_take_steps_of_one_kind_and_finish(n, make):
+    for seed in range(6):
+        chance = random.Random(seed)
+        loads = [
+            [(chance.randint(0, 30), chance.randint(1, 14), chance.randint(1, 12)) for _ in range(chance.randint(0, 6))]
+            for _ in range(n)
+        ]
+        said = Ranks(n).run(make, loads, 800)
+        assert len({tuple(kind for kind, _ in one) for one in said}) == 1  # the same on every rank
+        assert not any(kind == "never ends" for one in said for kind, _ in one)
+        assert said[0] or not any(loads)
+
+
+def test_a_rank_that_wants_in_vain_does_not_stop_decoding():
+    """The livelock: every rank wants, none can start one. Decoding goes on and frees the room."""
+
+    class Eager(FCFS):
+        def next_fits(self):
+            return bool(self.waiting) or super().next_fits()
+
+        def prefill(self, rows, admit=True):
+            return super().prefill(rows, admit and FCFS.next_fits(self))
+
+    loads = [[(0, 12, 12), (1, 30, 2)], [(0, 12, 12), (1, 30, 2)]]
+    said = Ranks(2).run(Eager, loads, 300)
+    kinds = [kind for kind, _ in said[0]]
+    assert "never ends" not in kinds and kinds == [kind for kind, _ in said[1]]
+    assert all(rows for kind, rows in said[0] if kind == "prefill")
+    assert kinds.count("decode") >= 11
+
+
+def test_one_rank_alone_waits_for_any_not_for_all():
+    """Rank 1 has no prompt: rank 0's second one waits for the ANY point, 10 decode steps on."""
+    said = Ranks(2).run(FCFS, [[(0, 3, 30), (1, 3, 2)], [(0, 3, 30)]], 100)
+    kinds = [kind for kind, _ in said[0]]
+    assert kinds[:12] == ["prefill", *["decode"] * 10, "prefill"] and said[1][11] == ("prefill", 0)
