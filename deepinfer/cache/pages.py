@@ -6,8 +6,8 @@ there, and padding rows point at it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from typing import Callable, Collection, Sequence
+from collections import Counter, OrderedDict, deque
+from typing import Callable, Collection, Iterable, Sequence
 
 
 class Pool:
@@ -39,6 +39,13 @@ class Pool:
                 raise RuntimeError(f"{self.name} {number} is given back but is not held")
             self._held.remove(number)
             self._free.append(number)
+
+    def recount(self, held: Iterable[int]) -> None:
+        """After an interrupt anywhere: exactly these numbers are held."""
+        self._held = set(held)
+        kept = [n for n in dict.fromkeys(self._free) if n not in self._held]
+        lost = set(range(1, self.size + 1)) - self._held - set(kept)
+        self._free = deque([*kept, *sorted(lost)])
 
 
 class PageManager:
@@ -148,6 +155,14 @@ class PageManager:
         if page in self._cached:
             del self._cached[page]
             self._free.append(page)
+
+    def recount(self, holders: Iterable[Sequence[int]]) -> None:
+        """After an interrupt anywhere: these are all the lists of pages that somebody holds."""
+        self._holders = dict(Counter(page for pages in holders for page in pages))
+        idle = [p for p in range(1, self.size + 1) if p not in self._holders]
+        cached = dict.fromkeys(p for p in (*self._cached, *idle) if p in self._known and p in idle)
+        kept = dict.fromkeys(p for p in (*self._free, *idle) if p not in self._known and p in idle)
+        self._cached, self._free = OrderedDict(cached), deque(kept)
 
     def _reclaim(self) -> None:
         page = next(iter(self._cached))

@@ -413,10 +413,15 @@ class Engine:
 
     def _step(self) -> None:
         rt = self.runtime  # its storage is made outside inference mode, so anything may read it later
-        self._expire(rt)
-        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
-        if schedule.shares:
-            self._run(rt, schedule)
+        try:
+            self._expire(rt)
+            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+            if schedule.shares:
+                self._run(rt, schedule)
+        except BaseException:  # wherever it was: no page, slot or request is lost
+            rt.room.recover(self._requests.values())
+            rt.scheduler.recover(self._requests.values())
+            raise
         self._idle = self._idle + 1 if schedule.kind == "idle" and rt.scheduler.unfinished else 0
         if self._idle >= MOST_IDLE:
             raise RuntimeError(

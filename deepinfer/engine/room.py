@@ -7,6 +7,7 @@ step also those that its drafts may be written to.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
@@ -81,6 +82,21 @@ class Room:
         request.state = "waiting"
         request.preemptions += 1
         self.stats.preemptions += 1
+
+    def recover(self, requests: Iterable[Request]) -> None:
+        """After a step that an error or an interrupt ended anywhere: every request either runs with
+        its pages and slot or holds nothing, and nothing else is held. requests: all there are."""
+        held = []
+        for request in requests:
+            if request.state == "running" and request.pages and request.slot:
+                held.append(request)
+                continue
+            request.pages, request.slot = [], 0
+            if request.state != "finished":
+                request.restart()
+                request.state = "waiting"
+        self.pages.recount(r.pages for r in held)
+        self.states.recount(r.slot for r in held)
 
     def end(self, request: Request, reason: str) -> None:
         """Finish a request for this reason, count it and take back what it holds."""

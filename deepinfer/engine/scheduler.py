@@ -18,6 +18,7 @@ import copy
 import difflib
 import inspect
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -75,6 +76,11 @@ class SchedulerProtocol(Protocol):
     def release(self, request: Request) -> None:
         """This request is finished, or was aborted, whether it ran or waited: forget it, and
         `room.free` it."""
+        ...
+
+    def recover(self, requests: Iterable[Request]) -> None:
+        """A step ended in an error or an interrupt, at any line: these are all requests, and their
+        states, pages and slots are right (`room.recover`). Set the queues right."""
         ...
 
     @property
@@ -137,6 +143,20 @@ class FCFS:
                 queue.remove(request)
         self.room.free(request)
 
+    def recover(self, requests: Iterable[Request]) -> None:
+        """After a step that was interrupted anywhere, and `room.recover`: each of these requests is
+        in the queue of its state once. Those that were on the way between queues wait in front."""
+        alive = {r.id: r for r in requests}
+
+        def in_state(state: str, queue: Iterable[Request]) -> list[Request]:
+            kept = {r.id: r for r in queue if r.state == state and r.id in alive}
+            lost = [r for r in alive.values() if r.state == state and r.id not in kept]
+            return [*lost, *kept.values()]
+
+        waiting = in_state("waiting", self.waiting)
+        self.running = in_state("running", self.running)
+        self.waiting = deque(waiting)
+
     @property
     def unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -182,7 +202,8 @@ class FCFS:
             if begun:
                 begun.popleft()
             elif self.room.admit(head):
-                self.running.append(self.waiting.popleft())
+                self.running.append(head)  # an interrupt here leaves it in both, not in none
+                self.waiting.popleft()
             shares.append(chunk)
             rows -= chunk.stop - chunk.start
         return shares
@@ -237,7 +258,7 @@ class Mixed(FCFS):
 # ------------------------------------------------------------------------- which one, and is it one
 
 SCHEDULERS: dict[str, type[FCFS]] = {"fcfs": FCFS, "decode_order": DecodeOrder, "mixed": Mixed}
-METHODS = ("start", "add", "schedule", "preempt", "release")
+METHODS = ("start", "add", "schedule", "preempt", "release", "recover")
 
 
 def resolve(value: Any) -> SchedulerProtocol:

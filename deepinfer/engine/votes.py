@@ -19,7 +19,7 @@ without a row would only pass the time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer.engine.request import Request
@@ -121,6 +121,9 @@ class DataParallel:
 
     def release(self, request: Request) -> None:
         self.inner.release(request)
+
+    def recover(self, requests: Iterable[Request]) -> None:
+        self.inner.recover(requests)
 
     @property
     def unfinished(self) -> int:

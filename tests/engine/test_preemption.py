@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 
 import pytest
 import torch
@@ -228,3 +230,70 @@ def test_a_step_that_fails_in_a_recompute_runs_again(clean, name):
     assert len(failed) > 5 and eng.stats.preemptions > 0
     same([done[i] for i in numbers], clean)
     check_empty(eng)
+
+
+# ------------------------------------------------------------------------------ an interrupt, anywhere
+
+PARTS = ("engine/scheduler.py", "engine/room.py", "engine/commit.py", "engine/step.py", "cache/pages.py")
+
+
+class InterruptAt:
+    """KeyboardInterrupt before the n-th line that runs in the parts of a step."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.endswith(PARTS):
+            return None
+        if frame.f_code.co_name in ("release", "free", "give", "_check", "recover", "recount"):
+            return None  # giving back, after an interrupt too, is not interrupted
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt("at a line")
+        return self
+
+
+def test_an_interrupt_at_any_line_of_a_step_leaves_the_engine_usable():
+    how = dict(max_tokens=9, seed=1, ignore_eos=True)
+    eng = engine("one layer", num_pages=5, max_num_batched_tokens=12, verifier=Fixed(2))
+    want = [c.token_ids for c in eng.generate(PROMPTS, **how)]
+    assert eng.stats.preemptions > 0
+    chance, interrupted = random.Random(0), 0
+    for _ in range(60):
+        before = sys.gettrace()
+        sys.settrace(InterruptAt(int(10 ** chance.uniform(0.5, 3.8))))
+        try:
+            eng.generate(PROMPTS, **how)
+        except KeyboardInterrupt as error:
+            interrupted += "at a line" in str(error)
+        finally:
+            sys.settrace(before)
+        check_empty(eng)
+    assert interrupted > 40
+    assert [c.token_ids for c in eng.generate(PROMPTS, **how)] == want
+
+
+def test_after_an_interrupt_at_any_line_the_loop_goes_on_to_the_same_text():
+    each = [SamplingParams(max_tokens=9 + i, seed=i, ignore_eos=True) for i in range(4)]
+    how = dict(num_pages=6, max_num_batched_tokens=12, verifier=Fixed(2))
+    want = [c.token_ids for c in engine("one layer").generate(PROMPTS, each)]
+    chance, interrupted = random.Random(1), 0
+    eng = engine("one layer", **how)
+    for _ in range(12):
+        numbers, done = [eng.add(p, q) for p, q in zip(PROMPTS, each)], {}
+        while eng.unfinished:
+            sys.settrace(InterruptAt(int(10 ** chance.uniform(0.3, 3.3))))
+            try:
+                done |= {c.index: c for c in eng.step()}
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(None)
+            check(eng)
+        assert [done[i].token_ids for i in numbers] == want
+        assert all(len(c.logprobs) == len(c.steps) == len(c.token_ids) for c in done.values())
+        check_empty(eng)
+    assert interrupted > 80

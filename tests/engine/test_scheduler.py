@@ -239,6 +239,9 @@ class OneByOne:
         self.stack.remove(request)
         self.room.free(request)
 
+    def recover(self, requests):
+        self.stack = [r for r in requests if not r.finished]
+
     @property
     def unfinished(self):
         return len(self.stack)
