@@ -44,18 +44,28 @@ def same(got, want) -> None:
 # ------------------------------------------------------------------------------ the same text
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("scheduler", ["fcfs", "decode_order", "mixed"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "scheduler, drafts",
+    [
+        ("fcfs", 3),
+        ("mixed", 0),
+        pytest.param("fcfs", 0, marks=SLOW),
+        pytest.param("decode_order", 3, marks=SLOW),
+        pytest.param("mixed", 3, marks=SLOW),
+    ],
+)
 def test_a_pool_one_third_as_large_gives_the_same_text(clean, scheduler, drafts):
     eng = engine(num_pages=6, scheduler=scheduler, verifier=Fixed(drafts))
     poison(eng.runtime.cache)
-    for _ in range(2):
-        same(eng.generate(PROMPTS, PARAMS), clean)
-    assert eng.stats.preemptions > 4
+    same(eng.generate(PROMPTS, PARAMS), clean)
+    assert eng.stats.preemptions > 2
     check_empty(eng)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [5, pytest.param(1, marks=SLOW)])
 def test_a_recompute_runs_in_chunks(clean, rows):
     """Chunks of any size, and of one row: the last row of a recompute gives the next token."""
     eng = engine(num_pages=6, max_num_batched_tokens=rows, verifier=Fixed(2))
@@ -66,7 +76,7 @@ def test_a_recompute_runs_in_chunks(clean, rows):
 
 def test_a_request_may_give_way_at_any_moment(clean):
     """After every number of steps, in a prompt as well, once or every second step."""
-    for drafts, at in ((0, 2), (3, 3), (0, 7), (3, 12)):
+    for drafts, at in ((0, 2), (3, 4)):
         eng = engine(max_num_batched_tokens=7, verifier=Fixed(drafts))
         poison(eng.runtime.cache)
         numbers, done = [eng.add(p, q) for p, q in zip(PROMPTS, PARAMS)], {}
@@ -82,7 +92,7 @@ def test_a_request_may_give_way_at_any_moment(clean):
         assert eng.stats.preemptions >= 3
 
 
-def test_nothing_of_a_grammar_of_logprobs_or_of_top_logprobs_is_said_twice():
+def test_no_log_probability_is_said_twice():
     how = dict(max_tokens=20, seed=3, ignore_eos=True, top_logprobs=2, prompt_logprobs=True)
     want = engine().generate(PROMPTS, **how)
     eng = engine(num_pages=6, max_num_batched_tokens=6, verifier=Fixed(2))
@@ -124,7 +134,7 @@ class Cut(Exact):
         return replace(made, rows_from=floors, kv_from=floors, floor=floors, exact=False)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [3, pytest.param(0, marks=SLOW)])
 def test_the_cut_of_a_plan_stays_that_of_the_prompt(drafts):
     """A recompute drops the rows that the prompt dropped, and none of the output's."""
     want = engine(replay=Cut()).generate(PROMPTS, PARAMS)
@@ -209,7 +219,7 @@ def test_abort_of_one_that_gave_way():
     check_empty(eng)
 
 
-@pytest.mark.parametrize("name", ["layers.0.in", "logits", "mtp.base"])
+@pytest.mark.parametrize("name", ["logits", pytest.param("mtp.base", marks=SLOW)])
 def test_a_step_that_fails_in_a_recompute_runs_again(clean, name):
     """Also a chunk longer than the ring's backtracking: the recompute starts over, its text goes on."""
     eng = engine(num_pages=6, max_num_batched_tokens=13, verifier=Fixed(2))
@@ -262,7 +272,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_engine_usable():
     want = [c.token_ids for c in eng.generate(PROMPTS, **how)]
     assert eng.stats.preemptions > 0
     chance, interrupted = random.Random(0), 0
-    for _ in range(60):
+    for _ in range(40):
         before = sys.gettrace()
         sys.settrace(InterruptAt(int(10 ** chance.uniform(0.5, 3.8))))
         try:
@@ -272,8 +282,30 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_engine_usable():
         finally:
             sys.settrace(before)
         check_empty(eng)
-    assert interrupted > 40
+    assert interrupted > 25
     assert [c.token_ids for c in eng.generate(PROMPTS, **how)] == want
+
+
+def test_what_was_lost_is_found_again():
+    eng = engine("one layer", max_num_seqs=2)
+    numbers = [eng.add(p, max_tokens=9) for p in PROMPTS[:3]]
+    eng.step()
+    rt = eng.runtime
+    rt.pages.take(3), rt.states.take(1)  # on the way to nobody
+    rt.scheduler.running.pop()
+    rt.scheduler.waiting.appendleft(rt.scheduler.running[0])
+    rt.room.recover(eng.requests.values())
+    rt.scheduler.recover(eng.requests.values())
+    check(eng)
+    assert [r.id for r in rt.scheduler.running] == [numbers[1], numbers[0]]
+    eng.requests[numbers[0]].slot = 0
+    rt.room.recover(eng.requests.values())
+    rt.scheduler.recover(eng.requests.values())
+    check(eng)
+    assert [r.id for r in rt.scheduler.waiting] == [numbers[0], numbers[2]]
+    while eng.unfinished:
+        eng.step()
+    check_empty(eng)
 
 
 def test_after_an_interrupt_at_any_line_the_loop_goes_on_to_the_same_text():
@@ -282,7 +314,7 @@ def test_after_an_interrupt_at_any_line_the_loop_goes_on_to_the_same_text():
     want = [c.token_ids for c in engine("one layer").generate(PROMPTS, each)]
     chance, interrupted = random.Random(1), 0
     eng = engine("one layer", **how)
-    for _ in range(12):
+    for _ in range(6):
         numbers, done = [eng.add(p, q) for p, q in zip(PROMPTS, each)], {}
         while eng.unfinished:
             sys.settrace(InterruptAt(int(10 ** chance.uniform(0.3, 3.3))))
@@ -296,4 +328,4 @@ def test_after_an_interrupt_at_any_line_the_loop_goes_on_to_the_same_text():
         assert [done[i].token_ids for i in numbers] == want
         assert all(len(c.logprobs) == len(c.steps) == len(c.token_ids) for c in done.values())
         check_empty(eng)
-    assert interrupted > 80
+    assert interrupted > 40
