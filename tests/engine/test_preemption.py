@@ -12,6 +12,7 @@ from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
+from engine.test_legal import Cycle
 from properties.small import poison, small_engine, stream
 
 PROMPTS = [stream(n, 20 + n, high=90) for n in (9, 17, 5, 12)]
@@ -103,6 +104,30 @@ def test_no_log_probability_is_said_twice():
         assert len(a.prompt_logprobs) == len(a.prompt_token_ids)
         assert [list(t) for t in a.top_logprobs] == [list(t) for t in b.top_logprobs]
     assert eng.stats.preemptions > 0
+
+
+class Cycles:
+    """A grammar slot for any vocabulary: spec is the tokens that come, in order and again."""
+
+    version, exact = 1, True
+
+    def compile(self, spec, vocab):
+        class Compiled:
+            def start(self):
+                return Cycle(spec)
+
+        return Compiled()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_grammar_goes_on_where_it_was(drafts):
+    """Its state is the host's: a recompute shows it no token twice."""
+    eng = small_engine(
+        "one layer", max_model_len=64, page_size=8, num_pages=6, grammar=Cycles(), verifier=Fixed(drafts)
+    )
+    cycle = (11, 24, 35, 9, 77)
+    out = eng.generate(PROMPTS, grammar=cycle, max_tokens=22, ignore_eos=True).raise_for_errors()
+    assert [c.token_ids for c in out] == [(cycle * 5)[:22]] * 4 and eng.stats.preemptions > 0
 
 
 def test_prompt_logprobs_of_a_prompt_that_gave_way_half_way():
