@@ -48,7 +48,7 @@ def undo(rt: Runtime, schedule: Schedule) -> None:
             continue
         request.mend()
         if request.output and stops(rt, request):  # its last token was appended, not yet looked at
-            rt.room.end(request, request.finish_reason)
+            rt.room.end(request, request.finish_reason or "stop")
             rt.scheduler.release(request)
             continue
         written = share.stop - share.start

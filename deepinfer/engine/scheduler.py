@@ -108,8 +108,10 @@ class FCFS:
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self).__init__).parameters
-        given = [f"{n}={getattr(self, n)!r}" for n, p in names.items() if getattr(self, n, p.default) != p.default]
-        return f"{type(self).__name__}({', '.join(n for n in given if not n.startswith('self='))})"
+        default = {n: p.default for n, p in names.items()}
+        values = {n: getattr(self, n, d) for n, d in default.items()}
+        given = [f"{n}={v!r}" for n, v in values.items() if v != default[n]]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and repr(other) == repr(self)
@@ -165,9 +167,11 @@ class FCFS:
 
     def schedule(self) -> Schedule:
         """All prefill where there is any to do, else all decode."""
-        for kind, rows in (("prefill", self.prefill), ("decode", self.decode), ("prefill", self.prefill)):
-            if shares := rows(self.room.max_rows):
-                return Schedule(kind, tuple(shares))
+        rows = self.room.max_rows
+        if shares := self.prefill(rows):
+            return Schedule("prefill", tuple(shares))
+        if shares := self.decode(rows):
+            return Schedule("decode", tuple(shares))
         return Schedule("idle")
 
     def want_prefill(self) -> bool:
@@ -251,7 +255,9 @@ class Mixed(FCFS):
         crowded = bool(decode) and self.room.stats.preemptions > before
         left = self.room.max_rows - len(decode) * (1 + self.room.lookahead)
         prefill = self.prefill(left, admit=not crowded)
-        kind = "mixed" if decode and prefill else "decode" if decode else "prefill" if prefill else "idle"
+        if decode and prefill:
+            return Schedule("mixed", (*decode, *prefill))
+        kind = "decode" if decode else "prefill" if prefill else "idle"
         return Schedule(kind, (*decode, *prefill))
 
 
@@ -268,13 +274,16 @@ def resolve(value: Any) -> SchedulerProtocol:
         if value not in SCHEDULERS:
             close = difflib.get_close_matches(value, SCHEDULERS, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"no scheduler is named {value!r}: {hint}the names are {', '.join(SCHEDULERS)}")
+            names = ", ".join(SCHEDULERS)
+            raise ValueError(f"no scheduler is named {value!r}: {hint}the names are {names}")
         value = SCHEDULERS[value]
     if isinstance(value, type):
         try:
             value = value()
         except TypeError as error:
-            raise TypeError(f"scheduler={value.__name__}: it cannot be made without arguments ({error}); pass an instance") from None
+            raise TypeError(
+                f"scheduler={value.__name__}: it cannot be made without arguments ({error}); pass an instance"
+            ) from None
     missing = [m for m in METHODS if not callable(getattr(value, m, None))]
     missing += [] if hasattr(value, "unfinished") else ["unfinished"]
     if missing:
@@ -308,7 +317,9 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
     if rows > max(room.max_rows, 1):
         raise ValueError(f"{scheduler!r} scheduled {rows} rows, a step has at most {room.max_rows}")
     if schedule.shares and schedule.kind not in ("prefill", "decode", "mixed"):
-        raise ValueError(f"{scheduler!r} scheduled rows as {schedule.kind!r}: want prefill, decode or mixed")
-    if any(s.decode != (schedule.kind == "decode") for s in schedule.shares) and schedule.kind == "decode":
+        raise ValueError(
+            f"{scheduler!r} scheduled rows as {schedule.kind!r}: want prefill, decode or mixed"
+        )
+    if schedule.kind == "decode" and not all(s.decode for s in schedule.shares):
         raise ValueError(f"{scheduler!r} scheduled prefill rows in a decode step: call it mixed")
     return schedule
