@@ -55,10 +55,11 @@ class Room:
         request.state = "running"
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Pages for all that a decode step of a running request may write; False, changing nothing,
-        where they are not there."""
-        missing = self.pages_of(request.length + self.lookahead) - len(request.pages)
+    def grow(self, request: Request, tokens: int | None = None) -> bool:
+        """Pages for this many tokens of a running request (None: for all that its next decode step may
+        write); False, changing nothing, where they are not there."""
+        tokens = request.length + self.lookahead if tokens is None else tokens
+        missing = self.pages_of(tokens) - len(request.pages)
         if missing > 0:
             if self.pages.ask(missing) != "ok":
                 return False

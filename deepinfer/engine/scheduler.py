@@ -205,12 +205,14 @@ class FCFS:
                 break
             if begun:
                 begun.popleft()
+                if not self.hold(head, chunk.stop):
+                    continue
             elif self.room.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
             shares.append(chunk)
             rows -= chunk.stop - chunk.start
-        return shares
+        return [s for s in shares if s.request.state == "running"]
 
     def decode(self, rows: int) -> list[Share]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
@@ -219,10 +221,16 @@ class FCFS:
         for request in self.order([r for r in self.running if r.decoding]):
             if len(chosen) == most:
                 break
-            while request.state == "running" and not self.room.grow(request):
-                self.preempt(self.victim())
+            self.hold(request)
             chosen = [r for r in (*chosen, request) if r.state == "running"]
         return [Share(r, r.computed, r.length) for r in chosen]
+
+    def hold(self, request: Request, tokens: int | None = None) -> bool:
+        """Pages for this many tokens (None: for a decode step), while others give way; False where
+        the request itself gave way, to this one or before."""
+        while request.state == "running" and not self.room.grow(request, tokens):
+            self.preempt(self.victim())
+        return request.state == "running"
 
     def order(self, ready: list[Request]) -> list[Request]:
         """In which order running requests take rows and pages of a decode step."""

@@ -333,6 +333,31 @@ def test_what_was_lost_is_found_again():
     check_empty(eng)
 
 
+def test_tokens_of_an_interrupted_commit_may_need_one_page_more():
+    """All drafts and the target's own token were appended, then the interrupt came: those rows run
+    again as prefill rows, and the last lies behind the pages that the step had."""
+    eng = engine("one layer", verifier=Fixed(2), num_pages=4, max_num_seqs=2)
+    how = dict(max_tokens=12, seed=4, ignore_eos=True)
+    (want,) = eng.generate(PROMPTS[2], **how)
+    number, other = eng.add(PROMPTS[2], **how), eng.add(PROMPTS[2], **how)
+    eng.step()
+    eng.step()  # both hold what a decode step writes
+    r = eng.requests[number]
+    while len(r.output) < 4:
+        at = len(r.output)
+        r.output.append(want.token_ids[at])
+        r.logprobs.append(want.logprobs[at])
+        r.steps.append(want.steps[at])
+    assert r.length == 9 and r.computed <= 6 and len(r.pages) == 1
+    assert eng.requests[other].length <= 8
+    done = {}
+    while eng.unfinished:
+        done |= {c.index: c for c in eng.step()}
+        check(eng)
+    assert done[number].token_ids == done[other].token_ids == want.token_ids
+    check_empty(eng)
+
+
 def test_after_an_interrupt_at_any_line_the_loop_goes_on_to_the_same_text():
     each = [SamplingParams(max_tokens=9 + i, seed=i, ignore_eos=True) for i in range(4)]
     how = dict(num_pages=6, max_num_batched_tokens=12, verifier=Fixed(2))
