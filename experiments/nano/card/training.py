@@ -19,14 +19,20 @@ WHAT = {
         "The language model: mean cross-entropy of the next token, and the indexer's own loss "
         "(KL from the attention mass of the layers that use its picks to the softmax of its "
         "scores, its inputs detached). Experts are balanced by their selection biases, without an "
-        "auxiliary loss. Muon for matrices, AdamW for the rest; residual dropout; some n-grams are "
-        "passed off as unseen."
+        "auxiliary loss. Muon for matrices, AdamW for the rest."
     ),
     "drafter": (
         "DSpark on the frozen backbone as it is stored: cross-entropy, total variation distance to "
         "the target's law, and a confidence whose aim is 1 - TV, with weights that fall along the "
-        "draft (`experiments/nano/draft_loss.py`). Part of its text is what the target wrote."
+        "draft (`experiments/nano/draft_loss.py`)."
     ),
+}
+# What a recipe's value adds where it is not 0 or empty.
+MORE = {
+    "dropout": "Residual dropout.",
+    "unseen": "Some n-grams are passed off as unseen.",
+    "noise": "Some input tokens are replaced by the noise token.",
+    "written": "Part of its text is what the target wrote.",
 }
 
 
@@ -34,7 +40,8 @@ def section(runs: Runs) -> list[str]:
     lines = ["## Training", ""]
     for stage in ("backbone", "drafter"):
         run = getattr(runs, stage)
-        lines += [f"### {stage.capitalize()}", "", *md.paragraph(WHAT[stage])]
+        more = [] if run is None else [said for name, said in MORE.items() if run.recipe.get(name)]
+        lines += [f"### {stage.capitalize()}", "", *md.paragraph(" ".join([WHAT[stage], *more]))]
         if run is None:
             lines += md.paragraph(f"No log of the {stage} stage was given: its course is not known.")
             continue
