@@ -161,6 +161,7 @@ class Results:
         whole = json.loads(path.read_text("utf-8"))
         self._says = {f["name"]: f["says"] for f in whole["findings"]}
         self.facts = whole["facts"]
+        _need(self.facts, ("stored", "torch"), f"{path}, its facts")
 
     def table(self, name: str, *columns: str) -> Table | None:
         """A finding's table, or None where it was not measured. ValueError where it lacks one of
