@@ -177,7 +177,7 @@ def forms(value):
     if isinstance(value, float):
         whole = {f"{abs(value):,.0f}"} if abs(value) > 100 else set()
         return {fmt(abs(value), 3), fmt(abs(value), 4), *whole}
-    return set(NUMBER.findall(value))
+    return set(NUMBER.findall(re.sub(r"\b[0-9a-f]{12,}\b", "", value)))  # no pieces of digests
 
 
 def derived(files):
@@ -329,6 +329,63 @@ def test_the_commands_remake_the_recipes(files):
     assert parsed[1].backbone == parsed[0].out + "/stored"
     assert parsed[3].checkpoint == parsed[0].out + "/unquantised"
     assert "other code than today's" not in text
+
+
+def cells(text, heading):
+    """The rows of the first table below a heading."""
+    lines = text.split(f"{heading}\n")[1].split("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_curves_are_of_the_steps_since_the_row_above(files):
+    text = make(files)[1]
+    run = read_run(files.logs[0])
+    want, before = [], 0
+    for step, dev in ((20, None), (40, run.dev[0]), (80, run.dev[1])):
+        part = [row for row in run.steps if before < row["step"] <= step]
+        want.append([
+            str(step), fmt(step * 3 * 64 / 1e6), fmt(mean(x["nats"] for x in part), 4),
+            fmt(dev["nats"], 4) if dev else "", fmt(mean(x["index_kl"] for x in part)),
+            fmt(max(x["max_load"] for x in part)), fmt(min(x["min_load"] for x in part)),
+            f"{median(x['tokens_per_second'] for x in part):,.0f}",
+        ])  # fmt: skip
+        before = step
+    assert cells(text, "### Backbone") == want
+    run = read_run(files.logs[1])
+    last, dev = run.steps[-1], run.dev[-1]
+    assert cells(text, "### Drafter")[-1] == [
+        "40", fmt(last["loss"]), fmt(last["accepted"]), fmt(dev["accepted"]),
+        *map(fmt, dev["overlap"]), fmt(last["max_load"]),
+    ]  # fmt: skip
+
+
+def test_every_finding_shows_its_own_columns(files):
+    text = make(files)[1]
+    found = Results(files.report)
+    row = found.rows("routing.skew")[1]
+    least = found.rows("routing.layers")[1]["least_over_mean"]
+    assert cells(text, "### Load of experts")[1][2] == fmt(least)
+    skew = [row["per"], f"{row['tokens']:,}", *(fmt(row[c]) for c in ("p50", "p99", "largest", "by_chance"))]
+    assert f"| {' | '.join(skew)} |" in re.sub(" +", " ", text)
+    for row, calibrated in zip(found.rows("calibration"), (0, 4)):
+        figures = cells(text, "### Calibration of confidence")[calibrated : calibrated + 4]
+        wanted = ("ece", "by_chance", "temperature", "ece_after")
+        assert figures == [
+            [row["outcome"], name, fmt(row[column])]
+            for name, column in zip(("ECE", "by chance", "temperature", "ECE after"), wanted)
+        ]
+    accepted = found.rows("drafts.accepted")[1]
+    assert cells(text, "### Accepted drafts")[1] == [
+        accepted["text"], *(f"{accepted[c]:,}" for c in ("contexts", "steps")),
+        fmt(accepted["accepted"]), f"{fmt(accepted['low'])} to {fmt(accepted['high'])}",
+        f"{accepted['repeats']:,}", fmt(accepted["distinct"]),
+    ]  # fmt: skip
 
 
 def test_a_recipe_that_the_code_no_longer_knows_is_said(files, tmp_path):
