@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from itertools import groupby
+from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
@@ -15,7 +16,7 @@ from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.display.numbers import fmt
 from deepinfer.engine.weights import fingerprint
 from deepinfer.measure.table import Table
-from experiments.nano import card, findings, plots, train
+from experiments.nano import card, findings, plots, report, train
 from experiments.nano.card import model
 from experiments.nano.card.inputs import Results, read_run
 from experiments.nano.config import Backbone, Drafter
@@ -314,12 +315,19 @@ def test_a_corpus_with_another_tokenizer_is_refused(files, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------ logs
 
 
+def words(line):
+    """A command's words, as a shell sees them: brackets that are not quoted stand alone."""
+    found = shlex.shlex(line, posix=True, punctuation_chars=True)
+    found.whitespace_split = True
+    return list(found)
+
+
 def test_the_commands_remake_the_recipes(files):
     text = make(files)[1]
     block = next(x for x in text.split("```") if x.startswith("\npython"))
     lines = block.replace("\\\n", " ").strip().splitlines()
-    stages = [shlex.split(line)[3:] for line in lines if ".train " in line]
-    parsed = [train._parser().parse_args(words) for words in stages]
+    stages = [words(line)[3:] for line in lines if ".train " in line]
+    parsed = [train._parser().parse_args(stage) for stage in stages]
     assert [(p.stage, getattr(p, "seed", None)) for p in parsed] == [
         ("backbone", 5), ("drafter", 5), ("backbone", 6), ("paths", None),
     ]  # fmt: skip
@@ -473,3 +481,59 @@ def test_a_plot_shows_the_numbers_of_its_files(files):
     assert points == [row["change_percent"] for row in rows[::-1]]
     for name, figure in figures.items():
         assert figure.axes[0].get_title(loc="left"), name
+
+
+# ------------------------------------------------------------------------------------ the whole way
+
+
+@pytest.mark.slow
+def test_a_report_as_it_is_makes_a_whole_card(files, docs, tmp_path):
+    text = docs[0].data.decode()
+    for name, count in (("heldout", 9), ("prose", 2), ("dev", 3)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            line = f"class {name.title()}{i}:\n    size = {i * 37}\n\n"
+            (tmp_path / name / f"m{i}.py").write_text(line + text[i:])
+    folders = [str(tmp_path / name) for name in ("heldout", "prose", "dev")]
+    plain = write_tiny(tmp_path / "plain", quantised=False)
+    out, stored = tmp_path / "results.json", str(files.checkpoint.path)
+    assert report.main(["--checkpoint", stored, "--unquantised", str(plain), "--quick", "--out",
+                        str(out), "--second-seed", stored, "--texts", *folders]) == 0  # fmt: skip
+    assert make(files, report=out)[0] == 2  # small sizes and other texts
+    status, found = make(files, "--trial", "--paths", files.paths, report=out)
+    assert status == 0 and "Not measured" not in found and "not measured" not in found
+    assert plots.main(["--results", str(out), "--out", str(tmp_path / "plots")]) == 0
+    assert len(list((tmp_path / "plots").iterdir())) == 5  # all but the three of training
+
+
+# ------------------------------------------------------------------------------- the folder's README
+
+FOLDER = Path(plots.__file__).parent
+
+
+def test_the_readme_names_every_file_and_no_other():
+    text = (FOLDER / "README.md").read_text()
+    part = text.split("## The files")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", part))
+    there = {p.name for p in FOLDER.glob("*.py")} - {"__init__.py"}
+    inside = {p.name for p in (FOLDER / "card").glob("*.py")}
+    assert there | {"card/"} <= named, there - named
+    assert named - {"card/"} <= there | inside, named - there
+
+
+def test_the_readmes_commands_are_understood():
+    block = (FOLDER / "README.md").read_text().split("```")[1].replace("\\\n", " ")
+    lines = [line.split("#")[0].replace("$W", "w").replace("$LOGS", "a b") for line in block.split("\n")]
+    seen = []
+    for line in lines:
+        if line.startswith("python -m experiments.nano."):
+            module, *rest = words(line)[2:]
+            name = module.rpartition(".")[2]
+            parse = {"train": train._parser().parse_args, "report": report.options, "card": card.options}
+            parse |= {"data": list, "plots": list}
+            parse[name](rest)
+            seen.append((name, rest[0] if name == "train" else ""))
+    assert seen == [
+        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "paths"), ("report", ""),
+        ("card", ""), ("plots", ""),
+    ]  # fmt: skip
