@@ -181,6 +181,10 @@ class Backbone:
     clip: float = 1.0
     # The router's biases: fast while experts nearly die, then slower, then left alone.
     bias_rates: tuple[tuple[float, float], ...] = ((0.3, 5e-3), (0.9, 1e-3), (1.0, 0.0))
+    # Training starts with attention to every entry, on shorter sequences: what is never picked
+    # teaches nothing, and an indexer that copies an attention which sees only its picks stays blind.
+    dense: float = 0.4  # share of the steps
+    dense_length: int = 1024
     index_weight: float = 1.0
     index_every: int = 4  # queries that the indexer's loss looks at
     index_random: int = 32  # random visible entries beside the picked ones
@@ -191,7 +195,9 @@ class Backbone:
     dev_every: int = 200
 
     def small(self) -> Backbone:
-        return replace(self, steps=12, rows=2, length=64, warmup=4, dev_every=6)
+        return replace(
+            self, steps=12, rows=2, length=64, dense_length=32, warmup=4, dev_every=6
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepinfer import kernels
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from deepinfer.slots.attention import CSA2
+from deepinfer.slots.attention import CSA2, Dense
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import EngineInfo, LayerInfo
 
@@ -37,25 +37,28 @@ def ids(seeded):
 
 def plain(ctx):
     info = EngineInfo(ctx.config, "cpu", torch.float64, B)
-    return replace(ctx, attention=CSA2().start(info), experts=Local().start(info))
+    attention = Dense() if ctx.attention.dense else CSA2()
+    return replace(ctx, attention=attention.start(info), experts=Local().start(info))
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("fidelity", [0, 1])
-def test_logits_equal_the_plain_slots(model, ids, fidelity):
-    ctx = fast.context(model.config, ids, fidelity=fidelity, dtype=torch.float64)
+def test_logits_equal_the_plain_slots(model, ids, fidelity, dense):
+    ctx = fast.context(model.config, ids, fidelity=fidelity, dtype=torch.float64, dense=dense)
     with torch.no_grad():
         batched, one_by_one = model(ctx).logits, model(plain(ctx)).logits
     assert one_by_one.std() > 0.1
     torch.testing.assert_close(batched, one_by_one, rtol=0, atol=1e-12)
 
 
-def test_gradients_equal_the_plain_slots(model, ids):
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_equal_the_plain_slots(model, ids, dense):
     found = {}
     held = dict(model.named_parameters())
     for name, p in held.items():
         p.requires_grad_(not name.startswith("mtp.") and "gate.bias" not in name)
     for way in ("batched", "plain"):
-        ctx = fast.context(model.config, ids, dtype=torch.float64)
+        ctx = fast.context(model.config, ids, dtype=torch.float64, dense=dense)
         logits = model(ctx if way == "batched" else plain(ctx)).logits
         logits.logsumexp(1).sum().backward()
         found[way] = {n: p.grad for n, p in held.items() if p.grad is not None}
@@ -104,11 +107,11 @@ def test_best_gives_ties_to_the_lowest_entry():
 # ------------------------------------------------------------------------------ the indexer's loss
 
 
-def naive_index_loss(model, ids, name):
-    """KL over every visible entry of every row, from attention weights computed one row at a time."""
+def naive_index_loss(model, ids, name, slot=CSA2):
+    """KL over the picked entries of every row, from attention weights computed one row at a time."""
     seen, attended = {}, []
 
-    class Watching(CSA2):
+    class Watching(slot):
         def select(self, layer: LayerInfo, index, kv, plan, carried):
             picked = super().select(layer, index, kv, plan, carried)
             self.source = layer.name
@@ -159,12 +162,24 @@ def test_index_loss_is_the_kl_from_attention_to_scores(model, ids):
             )
 
 
-def test_index_loss_trains_the_indexer_and_nothing_else(model, ids):
+def test_dense_index_loss_is_over_all_that_is_visible(model, ids):
+    loss = fast.IndexLoss(every=1, random=0)
+    with torch.no_grad():
+        model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64, dense=True))
+        terms = loss.terms()
+        for name in ("layers.2.attn", "layers.6.attn"):
+            torch.testing.assert_close(
+                float(terms[name]), naive_index_loss(model, ids, name, Dense), rtol=1e-8, atol=1e-10
+            )
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_index_loss_trains_the_indexer_and_nothing_else(model, ids, dense):
     held = dict(model.named_parameters())
     for p in held.values():
         p.requires_grad_(True)
     loss = fast.IndexLoss(every=2, random=4, phase=1)
-    model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64))
+    model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64, dense=dense))
     sum(loss.terms().values()).backward()
     moved = {n for n, p in held.items() if p.grad is not None and p.grad.abs().sum() > 0}
     for p in held.values():

@@ -58,13 +58,13 @@ def twice(step: Captured, **values) -> None:
         step.run()
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_a_backbone_step_never_waits(model, references, rounded):
+@pytest.mark.parametrize(("rounded", "dense"), [(False, False), (True, False), (False, True)])
+def test_a_backbone_step_never_waits(model, references, rounded, dense):
     rounding = weights.rounding(model.config) if rounded else None
     recipe = Backbone(rows=2, length=32, noise=0.1)
     balance = backbone.Balance(model.layers, recipe.bias_rates)
     step = backbone.step_of(
-        model, recipe, optimiser(model, "layers."), balance, False, False, rounding
+        model, recipe, optimiser(model, "layers."), balance, False, False, rounding, dense
     )
     twice(step, ids=torch.randint(5, 900, (2, 33)), phase=1, factor=0.5, bias_rate=1e-3)
 

@@ -33,7 +33,9 @@ def stages(tmp_path_factory):
     data = dict(library=counting(40, 1), tests=counting(40, 2), dev=counting(10, 3))
     log = Log(folder / "log.jsonl")
     model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
-    recipe = Backbone(steps=60, rows=2, length=64, warmup=4, dev_every=30, rounded_from=0.8)
+    recipe = Backbone(
+        steps=60, rows=2, length=64, dense_length=32, warmup=4, dev_every=30, rounded_from=0.8
+    )
     held = backbone.train(model, recipe, data, seed=0, log=log)
     weights.write_both(folder / "one", config, weights.official(config, held), tokenizer)
     model = weights.model_of(Checkpoint.open(folder / "one" / "stored"), torch.float32, "cpu")
