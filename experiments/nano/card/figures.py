@@ -134,6 +134,7 @@ def not_measured(name: str) -> list[str]:
 
 def shown(rows: list[Row], columns: Columns, digits: int) -> list[str]:
     """A table of some columns; pairs become intervals, changes get their sign."""
+
     def cell(row: Row, heading: str, column: str | tuple[str, str]) -> str:
         if isinstance(column, tuple):
             return md.interval(row[column[0]], row[column[1]], digits)
@@ -145,14 +146,12 @@ def shown(rows: list[Row], columns: Columns, digits: int) -> list[str]:
 
 def by_draft(table: Table, columns: Columns, digits: int) -> list[str]:
     """Rows of (outcome, draft) as one row an outcome and figure, one column a draft."""
-    rows = results_by(table)
-    drafts = list(dict.fromkeys(table["draft"]))
-    cells = [
-        [outcome, heading, *(md.number(of[draft][column], digits) for draft in drafts)]
-        for outcome, of in rows.items()
-        for heading, column in columns.items()
-        if any(of[draft][column] for draft in drafts)  # of probabilities, by_chance is 0
-    ]
+    drafts, cells = list(dict.fromkeys(table["draft"])), []
+    for outcome, of in results_by(table).items():
+        for heading, column in columns.items():
+            values = [of[draft][str(column)] for draft in drafts]
+            if any(values):  # by_chance of probabilities is 0
+                cells.append([outcome, heading, *(md.number(x, digits) for x in values)])
     return md.table(["outcome", "figure", *(f"draft {k}" for k in drafts)], cells)
 
 
@@ -194,7 +193,7 @@ def weaknesses(results: Results, runs: Runs) -> list[str]:
         )
     found += [
         "All of its text is Python of one project, so its held-out figures are of familiar style.",
-        "It has seen its training text several times and can recite it.",
+        "It has seen its training text several times and may recite it.",
         "It never saw an image or a chat: the image placeholder and the biases for images are in "
         "the format and mean nothing.",
     ]

@@ -72,10 +72,10 @@ def course(run: Run) -> str:
     if run.peak_gb:
         said.append(f"at most {md.number(run.peak_gb)} GiB of memory")
     text = "; ".join(said) + "."
-    epochs = run.steps[-1].get("library_epochs"), run.steps[-1].get("tests_epochs")
-    if None not in epochs:
-        text += f" In its last step it read library text for the {ordinal(epochs[0])} time and "
-        text += f"test suites for the {ordinal(epochs[1])}."
+    last = run.steps[-1]
+    if "library_epochs" in last and "tests_epochs" in last:
+        text += f" In its last step it read library text for the {ordinal(last['library_epochs'])} "
+        text += f"time and test suites for the {ordinal(last['tests_epochs'])}."
     for row in run.own:
         name, different = row.get("text", "mixed"), row.get("different")
         text += f" The target wrote {row['tokens']:,} tokens ({name}"
