@@ -51,7 +51,10 @@ def run_backbone(args) -> None:
     start = weights.initial(config, args.seed)
     model = weights.model_from(config, start, tokenizer, args.dtype, args.device)
     log = Log(Path(args.out) / "log.jsonl")
-    log.row(stage="start", seed=args.seed, recipe=str(recipe), torch=torch.__version__)
+    log.row(
+        stage="start", seed=args.seed, recipe=str(recipe), torch=torch.__version__,
+        device=torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+    )
     began = time.perf_counter()
     held = backbone.train(
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
@@ -71,7 +74,10 @@ def run_drafter(args) -> None:
     config = checkpoint.config
     model = weights.model_of(checkpoint, args.dtype, args.device)
     log = Log(Path(args.out) / "log.jsonl")
-    log.row(stage="start", seed=args.seed, recipe=str(recipe), torch=torch.__version__)
+    log.row(
+        stage="start", seed=args.seed, recipe=str(recipe), torch=torch.__version__,
+        device=torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+    )
     began = time.perf_counter()
     held = drafter.train(
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
