@@ -75,7 +75,7 @@ _TEXT: dict[str, Any] = {
     "dspark_target_layer_ids": [9, 10, 11],
     "dspark_markov_rank": 64,
     "dspark_n_routed_experts": 16,
-    "dspark_num_experts_per_tok": 8,  # the release has 3 of 128; experts this narrow want company
+    "dspark_num_experts_per_tok": 6,  # the release has 3 of 128; experts this narrow want company
 }
 
 # In miniature, for tests: the same roles of layers, nothing of the same size.
