@@ -44,28 +44,46 @@ def write(
     folder: Path = FOLDER,
     replace: bool = False,
 ) -> None:
-    """Write the files. Texts that are there and equal are left alone.
+    """Write the files. One whose content is there already is left alone, a damaged one is mended.
 
-    FileExistsError when others are there and `replace` is not set.
+    FileExistsError when other texts are there, or nobody knows which, and `replace` is not set.
     """
     new = manifest(sets, version)
     place = folder / "manifest.json"
-    if place.exists():
-        old = json.loads(place.read_text(encoding="utf-8"))
-        if old == new and all((folder / f"{name}.txt.xz").exists() for name in sets):
-            return
-        if old != new and not replace:
-            raise FileExistsError(
-                f"{folder} holds texts of {old['source']}, and the rule makes others from "
-                f"{new['source']}: figures published for the first do not hold for the second; run "
-                "the command with that Python, or with --replace"
-            )
+    if place.exists() and not replace:
+        _refuse_others(place, new)
     for name, files in sets.items():
-        packed = lzma.compress(_joined(files), preset=9)
-        (folder / f"{name}.txt.xz").write_bytes(packed)
-    (folder / LICENCE).write_text(licence, encoding="utf-8", newline="\n")
+        packed, data = folder / f"{name}.txt.xz", _joined(files)
+        if _unpacked(packed) != data:  # not the packed bytes: versions of liblzma differ in them
+            packed.write_bytes(lzma.compress(data, preset=9))
     text = json.dumps(new, indent=1, ensure_ascii=False) + "\n"
-    place.write_text(text, encoding="utf-8", newline="\n")
+    for file, content in ((folder / LICENCE, licence), (place, text)):
+        data = content.encode("utf-8")
+        if not file.exists() or file.read_bytes() != data:
+            file.write_bytes(data)
+
+
+def _refuse_others(place: Path, new: Mapping[str, Any]) -> None:
+    """FileExistsError unless the manifest at `place` is the new one."""
+    try:
+        old = json.loads(place.read_text(encoding="utf-8"))
+        source = f"texts of {old['source']}"
+    except (ValueError, LookupError, TypeError):
+        old, source = None, f"texts of an unknown source ({place.name} cannot be read)"
+    if old != new:
+        raise FileExistsError(
+            f"{place.parent} holds {source}, and the rule makes others from {new['source']}: "
+            "figures published for the first do not hold for the second; run the command with that "
+            "Python, or with --replace"
+        )
+
+
+def _unpacked(file: Path) -> bytes | None:
+    """What an xz file holds; None where it is missing or damaged."""
+    try:
+        return lzma.decompress(file.read_bytes())
+    except (FileNotFoundError, lzma.LZMAError):
+        return None
 
 
 def _set(files: Sequence[Source]) -> dict[str, Any]:
