@@ -82,7 +82,10 @@ def model_from(
     device: torch.device | str,
 ) -> Model:
     """A Model that holds `state`, unrounded but for dtype."""
-    return model_of(MemoryCheckpoint(config.replace(quantization=None), state, tokenizer), dtype, device)
+    plain = MemoryCheckpoint(config.replace(quantization=None), state, tokenizer)
+    model = model_of(plain, dtype, device)
+    model.config = config  # says how its weights will be stored, which `rounding` asks
+    return model
 
 
 def model_of(checkpoint: Any, dtype: torch.dtype, device: torch.device | str) -> Model:
