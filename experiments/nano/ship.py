@@ -1,8 +1,10 @@
-"""Writes the texts that the package ships, in the form that `deepinfer.data` reads.
+"""Writes what the package ships: texts in the form that `deepinfer.data` reads,
 
     manifest.json         source, licence; for each set its digest and its files
     SET.txt.xz            the set's files one after another, as `xz -9` packs them
     LICENSE-PYTHON.txt    the licence of all of them
+
+and a trained checkpoint beside `deepinfer.checkpoint.nano`, with the SHA-256 of its files.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deepinfer.checkpoint import nano
+from deepinfer.checkpoint.reader import Checkpoint
 from experiments.nano.split import Source
 
-__all__ = ["FOLDER", "manifest", "unit_of", "write"]
+__all__ = ["FOLDER", "checkpoint", "manifest", "unit_of", "write"]
 
 FOLDER = Path(str(resources.files("deepinfer.data")))
+MODEL = Path(nano.__file__).parent
+MOST_BYTES = 24_000_000  # of the checkpoint, which everybody downloads with the package
 LICENCE = "LICENSE-PYTHON.txt"
 
 
@@ -108,3 +115,42 @@ def _joined(files: Sequence[Source]) -> bytes:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+# ---------------------------------------------------------------------------------- the weights
+
+
+def checkpoint(source: Path, folder: Path = MODEL) -> dict[str, int]:
+    """Copy a stored checkpoint to where the package has its own, and write its SHA-256 sums.
+
+    Returns {file: bytes}. CheckpointError or ValueError, before anything is written, for a folder
+    that is no checkpoint or not one to ship: unquantised, of other files, too large.
+    """
+    held = Checkpoint.open(source)
+    names = {path.name for path in source.iterdir() if path.suffix in (".safetensors", ".json")}
+    if names != set(nano.FILES):
+        apart = ", ".join(sorted(names ^ set(nano.FILES)))
+        raise ValueError(
+            f"{source}: a checkpoint to ship has the files {', '.join(nano.FILES)} and no others; "
+            f"this one differs in {apart}; write it with one shard"
+        )
+    if held.config.quantization is None:
+        raise ValueError(
+            f"{source} is unquantised: what ships is stored in FP8 and FP4; name the folder "
+            "`stored` that the stage wrote beside it"
+        )
+    sizes = {name: (source / name).stat().st_size for name in nano.FILES}
+    if sum(sizes.values()) > MOST_BYTES:
+        raise ValueError(f"{source} has {sum(sizes.values()):,} bytes, more than {MOST_BYTES:,}")
+    for name in nano.FILES:
+        _put(folder / name, (source / name).read_bytes())
+    said = "".join(f"{digest}  {name}\n" for name, digest in nano.sums(source).items())
+    _put(folder / nano.SUMS, said.encode("ascii"))  # last: until then the files do not load
+    return sizes
+
+
+def _put(file: Path, data: bytes) -> None:
+    """Write a file whole; an engine that has the old one mapped keeps it."""
+    new = file.with_name(file.name + ".new")
+    new.write_bytes(data)
+    os.replace(new, file)

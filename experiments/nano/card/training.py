@@ -211,7 +211,7 @@ def commands(runs: Runs) -> list[list[str]]:
             module + "report", f"--checkpoint {stored}", f"--unquantised {plain_}/unquantised",
             *(f"--second-seed {folder(run)}/stored" for run in second[:1]), "--out results.json",
         ],
-        [f"cp {stored}/*", "deepinfer/checkpoint/nano/"],
+        [module + "train ship", f"--checkpoint {stored}"],
         [
             module + "card", "--results results.json", "--log",
             *(f"{folder(run)}/log.jsonl" for run in everything), "--paths paths/paths.json",

@@ -329,7 +329,7 @@ def test_the_commands_remake_the_recipes(files):
     stages = [words(line)[3:] for line in lines if ".train " in line]
     parsed = [train._parser().parse_args(stage) for stage in stages]
     assert [(p.stage, getattr(p, "seed", None)) for p in parsed] == [
-        ("backbone", 5), ("drafter", 5), ("backbone", 6), ("paths", None),
+        ("backbone", 5), ("drafter", 5), ("backbone", 6), ("paths", None), ("ship", None),
     ]  # fmt: skip
     assert train._recipe(Backbone(), parsed[0].set) == BACKBONE
     assert train._recipe(Drafter(), parsed[1].set) == DRAFTER
@@ -535,5 +535,5 @@ def test_the_readmes_commands_are_understood():
             seen.append((name, rest[0] if name == "train" else ""))
     assert seen == [
         ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "paths"), ("report", ""),
-        ("card", ""), ("plots", ""),
+        ("train", "ship"), ("card", ""), ("plots", ""),
     ]  # fmt: skip
