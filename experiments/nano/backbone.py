@@ -49,9 +49,9 @@ class Training:
     def _forget(self, table_rows: Tensor) -> Tensor:
         """Rows of other n-grams in place of some, the longest first.
 
-        table_rows "t c": columns by n-gram size 2, 3, ...; unseen: how often each size is passed off.
-        After one epoch training has no new n-gram left, while a third of the trigrams of unknown
-        text are new, and their rows are those of others.
+        table_rows "t c": columns by n-gram size 2, 3, ...; unseen: how often each size is passed
+        off. After one epoch training has no new n-gram left, while a third of the trigrams of
+        unknown text are new, and their rows are those of others.
         """
         t, columns = table_rows.shape
         if self._luck is None:  # one token, one fate: the layers hash the same n-grams
@@ -191,8 +191,8 @@ def train(
             per_second = (step % 20 + 1) * r.rows * r.length / (now - last)
             last = now
             log.row(
-                stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor, dense=dense,
-                max_load=high, min_load=low, tokens_per_second=per_second,
+                stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor,
+                dense=dense, max_load=high, min_load=low, tokens_per_second=per_second,
                 library_epochs=streams[0].epoch, tests_epochs=streams[1].epoch,
             )
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:
@@ -217,8 +217,8 @@ def noisy(ids: Tensor, share: float, noise: int) -> Tensor:
 
 
 def language_loss(model: Model, ids: Tensor, ctx: ForwardContext) -> Tensor:
-    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1], or of what
-    the model is to read in their place."""
+    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1], or of
+    what the model is to read in their place."""
     return F.cross_entropy(model(ctx).logits, ids[:, 1:].flatten())
 
 

@@ -1,13 +1,13 @@
 """The batched training path: the project's own model on many whole sequences at once.
 
-Nothing of the model is written twice. `deepinfer.model.Model` runs as it is, without a cache, over a
-flat batch of b sequences of t rows; only two slots know that the sequences are whole and equally long:
+Nothing of the model is written twice. `deepinfer.model.Model` runs as it is, without a cache, over
+a flat batch of b sequences of t rows; only two slots know that they are whole and equally long:
 
-    BatchedCSA2   the window as blocks of W queries against 2 W keys; picked entries gathered once per
-                  selection and shared by the layers that reuse it, or all entries at once (dense:
-                  how training starts); the indexer's loss on the side
-    DenseExperts  all experts as one wide MLP whose activations the routing weights mask: at an expert
-                  width of 32 this is cheaper than sorting rows
+    BatchedCSA2   the window as blocks of W queries against 2 W keys; picked entries gathered once
+                  per selection and shared by the layers that reuse it, or all entries at once
+                  (dense: how training starts); the indexer's loss on the side
+    DenseExperts  all experts as one wide MLP whose activations the routing weights mask: at an
+                  expert width of 32 this is cheaper than sorting rows
 Tests hold them equal to `CSA2`, `Dense` and `Local`.
 """
 
@@ -134,10 +134,11 @@ class BatchedCSA2(CSA2):
             query = index.query.unflatten(0, (b, t)).flatten(1, 2)
             dots = (query @ keys.mT).view(b * t, -1, n)
             scores = weigh(dots, index.weights).masked_fill(hidden, -torch.inf)
-            if layer.candidate_source and n > layer.candidate_blocks * layer.candidate_block_size:
-                candidates = blocks(scores, visible, layer.candidate_block_size, layer.candidate_blocks)
+            size = layer.candidate_block_size
+            if layer.candidate_source and n > layer.candidate_blocks * size:
+                candidates = blocks(scores, visible, size, layer.candidate_blocks)
             elif candidates is not None:
-                hidden = hidden | outside(candidates, n, layer.candidate_block_size)
+                hidden = hidden | outside(candidates, n, size)
                 scores = scores.masked_fill(hidden, -torch.inf)
             ids = best(scores, min(layer.top_k, n))
         if self.index_loss is not None:
@@ -160,7 +161,8 @@ class BatchedCSA2(CSA2):
         none = None if selected is None else selected.places < 0
         look = fused(attend_whole) if self.compiled else attend_whole
         out, mass, lse = look(
-            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0], layer.window
+            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0],
+            layer.window,
         )
         if selected is not None and self.index_loss is not None:
             self.index_loss.see(q, kv.entries.stored, mass, lse, layer.scale)
@@ -184,8 +186,8 @@ def attend_whole(
     q: Tensor, keys: Tensor, gathered: Tensor | None, none: Tensor | None, sink: Tensor,
     scale: float, b: int, w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d" picked
-    entries with none "b*t k" True where there is no pick, sink "h".
+    """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d"
+    picked entries with none "b*t k" True where there is no pick, sink "h".
 
     -> out "b*t h d"; without gradient: mass "b*t k" of the picks, summed over heads, and the
     log-sum-exp "b*t h" of each head's logits.
@@ -244,7 +246,7 @@ def near_logits(q: Tensor, keys: Tensor, scale: float, b: int, w: int) -> tuple[
 
 
 def with_sink(logits: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax of logits "t h k" with a sink per head in the denominator, its log-sum-exp "t h")."""
+    """(softmax of logits "t h k" with a head's sink in the denominator, its log-sum-exp "t h")."""
     sinks = sink.to(logits.dtype).view(1, -1, 1).expand(len(logits), -1, 1)
     lse = torch.cat([logits, sinks], 2).logsumexp(2, keepdim=True)
     return torch.exp(logits - lse), lse.squeeze(2)
@@ -291,8 +293,9 @@ class IndexLoss:
 
     The hard top-k passes the indexer no gradient, so it learns from what attention makes of its
     picks: on every `every`-th query (from `phase` on; every divides a sequence), over the picked
-    entries and `random` other visible ones, target = attention mass of all heads and layers, normalised over that set (as
-    published for DeepSeek Sparse Attention). Inputs of the indexer are detached in the model.
+    entries and `random` other visible ones, target = attention mass of all heads and layers,
+    normalised over that set (as published for DeepSeek Sparse Attention). Inputs of the indexer are
+    detached in the model.
     """
 
     every: int

@@ -138,7 +138,7 @@ def test_best_gives_ties_to_the_lowest_entry():
 
 
 class Watching:
-    """Mixed into a plain slot: keeps what index source `of` was asked, gave, and who used its picks."""
+    """Mixed into a plain slot: keeps what index sources were asked and gave, and who used it."""
 
     def select(self, layer: LayerInfo, index, kv, plan, carried):
         picked = super().select(layer, index, kv, plan, carried)
@@ -164,7 +164,7 @@ def watched(model, ids, slot=CSA2):
 
 
 def drawn(source, ratio, k):
-    """[rows, random] entries that IndexLoss drew beside k picks (-1: none), read off their places."""
+    """[rows, random] entries that IndexLoss drew beside k picks (-1: none), from their places."""
     entries = source["place"] % T // ratio
     return entries.masked_fill(source["none"][:, k:], -1)
 

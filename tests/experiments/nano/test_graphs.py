@@ -13,7 +13,7 @@ from experiments.nano.muon import Optimiser
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses what a capture refuses: values read, shapes that depend on values, data from the host."""
+    """Refuses what a capture refuses: values read, shapes that depend on values, host data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -92,7 +92,8 @@ def test_a_written_token_never_waits(model, references):
 def test_the_guard_sees_what_it_should():
     x = torch.arange(4)
     for waits in (
-        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]), lambda: x[x[0]],
+        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]),
+        lambda: x[x[0]],
     ):
         with OnDevice(), pytest.raises(AssertionError):
             waits()

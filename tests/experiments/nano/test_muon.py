@@ -88,7 +88,7 @@ class Naive:
 
 @pytest.fixture(scope="module")
 def both():
-    """(naive, optimiser, the model's weights, [(norm, naive norm)]) after five steps at three rates."""
+    """(naive, optimiser, its weights, [(norm, naive norm)]) after five steps at three rates."""
     naive, held = Naive(), {n: torch.nn.Parameter(w) for n, w in start().items()}
     opt = Optimiser(held, is_muon, RATES, DECAYS, {"attn_sink": SINK_RATE}, CLIP)
     norms = []
@@ -121,6 +121,22 @@ def test_orthogonalised_presses_the_singular_values_alone():
         g = torch.randn(shape, dtype=torch.float64)
         wanted = torch.stack([pressed(x) for x in g])
         torch.testing.assert_close(orthogonalised(g), wanted, rtol=0, atol=1e-6)
+        values = torch.linalg.svdvals(wanted)
+        assert 0.3 < values.min() and values.max() < 1.3
+
+
+def test_a_step_writes_what_the_model_computes_with_in_its_own_dtype():
+    held = {n: torch.nn.Parameter(w.bfloat16()) for n, w in start().items()}
+    opt = Optimiser(held, is_muon, RATES, DECAYS)
+    for w in held.values():
+        w.grad = torch.ones_like(w)
+    opt.step(1.0)
+    for name, master in opt.masters().items():
+        assert torch.equal(held[name], master.bfloat16()) and held[name].dtype == torch.bfloat16
+        assert not torch.equal(held[name].float(), master), "masters keep more digits"
+    opt.step(0.0, lambda name, master: torch.full_like(master, 7.0))
+    assert all((w == 7).all() for w in held.values())
+    assert not any((master == 7).any() for master in opt.masters().values())
 
 
 def test_stack_lays_matrices_and_stacks_of_them_behind_each_other():

@@ -1,4 +1,4 @@
-"""What each step of a stage is given, and what one step does with it, on a model of random weights."""
+"""What each step of a stage is given, and what one step does, on a model of random weights."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,9 @@ class Plan(list):
         self.dev.append((len(self), split))
         return {"loss": 0.0}
 
-    def backbone(self, model, recipe, optimiser, balance, compiled, capture, rounding=None, dense=False):
+    def backbone(
+        self, model, recipe, optimiser, balance, compiled, capture, rounding=None, dense=False
+    ):
         balance.step({n: torch.zeros(1, 1, dtype=torch.long) for n in balance.gates}, 0.0)
         return self._step(rounded=rounding is not None, dense=dense, recipe=recipe)
 
@@ -84,8 +86,9 @@ def backbone_plan(monkeypatch, recipe, log=Log(), **settings):
 
 
 RECIPE = Backbone(
-    steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4, dev_every=7,
-    library_shares=((0.5, 0.25), (1.0, 0.75)), bias_rates=((0.5, 0.1), (1.0, 0.0)), index_every=4,
+    steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4,
+    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)),
+    bias_rates=((0.5, 0.1), (1.0, 0.0)),
 )
 
 
@@ -336,7 +339,8 @@ def test_the_drafters_evaluation_repeats_itself_on_the_split_it_is_given(model):
         torch.manual_seed(seed)
         found.append(drafter.evaluate(model, DATA[name], recipe, False))
     ids = torch.from_numpy(pieces(DATA["dev"], 33))[:2]
-    whole = drafter.drafted(model, ids, recipe, 0, False, generator=torch.Generator().manual_seed(0))
+    same = torch.Generator().manual_seed(0)
+    whole = drafter.drafted(model, ids, recipe, 0, False, generator=same)
     wanted = draft_loss.metrics(whole).numbers()
     assert found[0] == found[1] != found[2]
     for key in ("loss", "accepted", "overlap", "as_target"):
