@@ -187,3 +187,28 @@ def test_mixed_rows_and_pieces():
     assert mixed([a, b], [0.75, 0.25], 4, 10).shape == (4, 10)
     split = counting(2, 0)
     assert np.array_equal(pieces(split, 25).flatten(), split.ids[:100])
+
+
+def test_tokens_are_drawn_from_the_law_at_their_temperature():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    n = 20000
+    for heat in (0.5, 1.0, 2.0):
+        drawn = written.draw(logits.expand(n, 4), torch.full((n,), heat))
+        shares = torch.bincount(drawn, minlength=4) / n
+        assert (shares - (logits / heat).softmax(0)).abs().max() < 0.015, heat
+    assert (written.draw(logits.expand(9, 4), torch.zeros(9)) == 0).all()
+
+
+def test_first_weights_depend_on_seed_and_name_alone():
+    config = small_config(tiny_tokenizer())
+    first, again, other = (weights.initial(config, seed) for seed in (3, 3, 4))
+    drawn = {n for n, x in first.items() if not torch.equal(x, other[n])}
+    assert all(torch.equal(x, again[n]) for n, x in first.items())
+    assert {n for n in first if weights.is_matrix(n)} <= drawn
+    wider = weights.initial(config.replace(n_routed_experts=16), 3)
+    assert all(torch.equal(x, wider[n]) for n, x in first.items() if "gate" not in n)
+    same = [first[f"layers.{i}.attn.wq_a.weight"] for i in (0, 1)]
+    assert not torch.equal(*same)
+    for name, x in first.items():
+        if name.endswith("attn_sink"):
+            assert (x == 1).all(), "at 0 they stay unused"

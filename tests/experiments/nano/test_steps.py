@@ -118,21 +118,26 @@ def test_a_stage_ends_when_its_time_is_over(monkeypatch, tmp_path):
     assert len(backbone_plan(monkeypatch, RECIPE, stop_after=1e6)) == 20
 
 
-def test_the_backbone_computes_with_rounded_weights_and_returns_the_masters():
+@pytest.mark.parametrize("stage", [backbone, drafter], ids=["backbone", "drafter"])
+def test_a_stage_computes_with_rounded_weights_and_returns_the_masters(stage):
     model = random_model()
     recipe = Backbone(
         steps=3, rows=1, length=32, dense=0.3, dense_length=16, warmup=1, rounded_from=0.6
     )
-    held = backbone.train(model, recipe, DATA, seed=0, log=Log())
+    if stage is drafter:
+        recipe = Drafter(
+            steps=3, rows=1, length=32, anchors=8, written=2, written_length=24, prompt=8, warmup=1
+        )
+    held = stage.train(model, recipe, DATA, seed=0, log=Log())
     kind, between = weights.storages(CONFIG), 0
     assert model.config == CONFIG, "else nobody knows how its weights will be stored"
     for name, p in model.named_parameters():
         assert held[name].dtype == torch.float32
-        if name.startswith("mtp.") or name.endswith(("gate.bias", "gate.bias_vl")):
+        if name.startswith("mtp.") != (stage is drafter) or "gate.bias" in name:
             continue
         assert torch.equal(p, weights.round_storage(held[name], kind[name])), name
         between += kind[name] != "f32" and not torch.equal(p, held[name])
-    assert between > 100, "masters on the grid of the stored values"
+    assert between > 25, "masters on the grid of the stored values"
 
 
 def optimiser_of(model, draft, rate=0.0):
@@ -203,8 +208,8 @@ def test_evaluation_is_the_mean_over_the_whole_split(model):
 
 
 DRAFTER = Drafter(
-    steps=200, rows=4, length=64, warmup=4, dev_every=90, rounded_from=0.6, written=8,
-    written_length=32, prompt=12, bias_rates=((0.5, 0.1), (1.0, 0.0)),
+    steps=200, rows=4, length=64, warmup=4, dev_every=90, rounded_from=0.6, written=12,
+    written_length=32, prompt=10, bias_rates=((0.5, 0.1), (1.0, 0.0)),
 )
 
 
@@ -247,10 +252,11 @@ def test_the_drafter_learns_from_three_kinds_of_text(drafted):
     assert list(map(text.get, ("corpus", "sampled", "greedy"))) == sorted(
         text.values(), key=lambda s: s.first
     )
-    for name, first, share in (("corpus", 0, 0.25), ("sampled", 12, 0.45), ("greedy", 16, 0.3)):
+    for name, first, share in (("corpus", 0, 0.25), ("sampled", 10, 0.45), ("greedy", 16, 0.3)):
         steps = [step for step in plan if step["source"].name == name]
         assert abs(len(steps) / len(plan) - share) < 0.1, name
         assert text[name].first == first
+        used = set()
         for step in steps:
             ids = step["ids"]
             assert ids.shape == (text[name].rows, text[name].length + 1)
@@ -259,6 +265,8 @@ def test_the_drafter_learns_from_three_kinds_of_text(drafted):
             else:
                 same = (ids[:, None] == text[name].text).all(2)
                 assert same.any(1).all() and same.any(0).sum() == len(ids), "rows of the text, once"
+                used |= set(same.int().argmax(1).tolist())
+        assert name == "corpus" or used == set(range(12)), "some of the text is never learnt"
     assert rows_from(text["sampled"].text, 850, 900) == 0 and text["sampled"].rows == 8
 
 
@@ -266,9 +274,9 @@ def test_what_the_target_is_asked_to_write(drafted):
     """Short prompts at rising temperatures, and half of what came of them, greedily."""
     plan, ((prompts, heat), (starts, cold)), _, _ = drafted
     sampled = next(step["source"] for step in plan if step["source"].name == "sampled")
-    assert prompts.shape == (8, 12) and (prompts[:, 0] == 0).all()
-    assert torch.allclose(heat, torch.linspace(0.6, 1.0, 8))
-    assert torch.equal(starts, sampled.text[:, :16]) and not cold.any() and len(cold) == 8
+    assert prompts.shape == (12, 10) and (prompts[:, 0] == 0).all()
+    assert torch.allclose(heat, torch.linspace(0.6, 1.0, 12))
+    assert torch.equal(starts, sampled.text[:, :16]) and not cold.any() and len(cold) == 12
 
 
 def test_the_steps_of_the_drafter_are_those_of_the_recipe(drafted):
@@ -347,7 +355,7 @@ def test_the_drafters_evaluation_repeats_itself_on_the_split_it_is_given(model):
         assert found[0][key] == pytest.approx(wanted[key], abs=1e-9), key
 
 
-# ------------------------------------------------------------------------------- text and weights
+# ------------------------------------------------------------------------------------ written text
 
 
 def test_prompts_start_with_bos_and_are_of_each_split():
@@ -355,16 +363,6 @@ def test_prompts_start_with_bos_and_are_of_each_split():
     assert ids.shape == (7, 10) and (ids[:, 0] == 0).all()
     assert rows_from(ids[:, 1:], 5, 100) == 4 and rows_from(ids[:, 1:], 500, 600) == 3
     assert not torch.equal(ids, written.prompts([DATA["library"], DATA["tests"]], 7, 10, seed=4))
-
-
-def test_tokens_are_drawn_from_the_law_at_their_temperature():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    n = 20000
-    for heat in (0.5, 1.0, 2.0):
-        drawn = written.draw(logits.expand(n, 4), torch.full((n,), heat))
-        shares = torch.bincount(drawn, minlength=4) / n
-        assert (shares - (logits / heat).softmax(0)).abs().max() < 0.015, heat
-    assert (written.draw(logits.expand(9, 4), torch.zeros(9)) == 0).all()
 
 
 def test_text_is_written_at_fidelity_1():
@@ -382,17 +380,3 @@ def test_text_is_written_at_fidelity_1():
     assert torch.equal(text[:, p:], rounded)
     differs = exact != rounded
     assert differs[:, 0].any() and differs[:, 1:].any(), "fidelity is not tested"
-
-
-def test_first_weights_depend_on_seed_and_name_alone():
-    first, again, other = (weights.initial(CONFIG, seed) for seed in (3, 3, 4))
-    drawn = {n for n, x in first.items() if not torch.equal(x, other[n])}
-    assert all(torch.equal(x, again[n]) for n, x in first.items())
-    assert {n for n in first if weights.is_matrix(n)} <= drawn
-    wider = weights.initial(CONFIG.replace(n_routed_experts=16), 3)
-    assert all(torch.equal(x, wider[n]) for n, x in first.items() if "gate" not in n)
-    same = [first[f"layers.{i}.attn.wq_a.weight"] for i in (0, 1)]
-    assert not torch.equal(*same)
-    for name, x in first.items():
-        if name.endswith("attn_sink"):
-            assert (x == 1).all(), "at 0 they stay unused"
