@@ -165,6 +165,11 @@ def test_refusals(engine):
         rows = rows or model(ctx).rows
         with pytest.raises(ValueError, match="sequences of one length, each from its position 0"):
             model.drafter.sequence_context(rows, ctx)
+    ctx = context(model, odd)  # lengths that only the device knows: their total still tells
+    rows = model(ctx).rows
+    rows = dataclasses.replace(rows, set=dataclasses.replace(rows.set, segments=None))
+    with pytest.raises(ValueError, match="lengths on the device"):
+        model.drafter.sequence_context(rows, ctx)
     ctx = context(model, [Work(ids, logits="none")])
     rows = dataclasses.replace(model(ctx).rows, features=())
     with pytest.raises(ValueError, match=r"reads layers \[7, 8, 9\], but 0 of them"):

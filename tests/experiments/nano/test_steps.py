@@ -59,12 +59,16 @@ class Plan(list):
     def backbone(
         self, model, recipe, optimiser, balance, compiled, capture, rounding=None, dense=False
     ):
-        balance.step({n: torch.zeros(1, 1, dtype=torch.long) for n in balance.gates}, 0.0)
+        self._see(optimiser, balance)
         return self._step(rounded=rounding is not None, dense=dense, recipe=recipe)
 
     def drafter(self, model, recipe, source, optimiser, balance, compiled, capture, rounding):
-        balance.step({n: torch.zeros(1, 1, dtype=torch.long) for n in balance.gates}, 0.0)
+        self._see(optimiser, balance)
         return self._step(rounded=rounding is not None, source=source)
+
+    def _see(self, optimiser, balance):
+        self.optimiser = optimiser
+        balance.step({n: torch.zeros(1, 1, dtype=torch.long) for n in balance.gates}, 0.0)
 
     def _step(self, **made):
         def step(**values):
@@ -72,6 +76,19 @@ class Plan(list):
             return {n: torch.zeros(()) for n in self.numbers}
 
         return step
+
+
+def check_optimiser(plan, recipe, sink_rate):
+    """Rates, decays and clip are the recipe's."""
+    assert plan.optimiser.clip == recipe.clip
+    assert {(g.rate, g.decay) for g in plan.optimiser.muon} == {
+        (recipe.muon_rate, recipe.muon_decay)
+    }
+    for group in plan.optimiser.adam:
+        sinks = group.names[0].endswith("attn_sink")
+        assert group.rate == (sink_rate if sinks else recipe.adam_rate)
+        assert group.decay in (0.0, recipe.adam_decay)
+    assert max(g.decay for g in plan.optimiser.adam) == recipe.adam_decay
 
 
 # ---------------------------------------------------------------------------------- the backbone
@@ -88,7 +105,7 @@ def backbone_plan(monkeypatch, recipe, log=Log(), **settings):
 RECIPE = Backbone(
     steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4,
     dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)),
-    bias_rates=((0.5, 0.1), (1.0, 0.0)),
+    bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
 )
 
 
@@ -106,6 +123,7 @@ def test_the_steps_of_the_backbone_are_those_of_the_recipe(monkeypatch):
         assert step["bias_rate"] == (0.0 if late else 0.1)
         assert step["factor"] == schedule(i, 20, 4, RECIPE.constant, RECIPE.last)
     assert {step["phase"] for step in plan} == {0, 1, 2, 3}
+    check_optimiser(plan, RECIPE, RECIPE.sink_rate)
     assert [at for at, _ in plan.dev] == [7, 14, 20]
     assert all(split is DATA["dev"] for _, split in plan.dev)
 
@@ -179,6 +197,35 @@ def test_a_backbone_step_is_the_loss_of_the_next_token(model):
     assert abs(plain - dense) > 1e-3, "dense attention is not tested"
 
 
+def test_a_backbone_step_balances_its_own_experts_and_moves_with_its_factor():
+    model = random_model()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    recipe, balance = Backbone(rows=2, length=32), backbone.Balance(model.layers, ())
+    opt = optimiser_of(model, False, 1e-2)
+    step = backbone.step_of(model, recipe, opt, balance, False, False)
+    for factor, moves in ((0.0, False), (1.0, True)):
+        step(ids=IDS, phase=1, factor=factor, bias_rate=0.25 * (1 - factor))
+        same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+        trained = {n for n in before if not n.startswith("mtp.") and "gate.bias" not in n}
+        assert trained.isdisjoint(same) if moves else trained <= same
+        assert {n for n in before if n.startswith("mtp.")} <= same
+    for layer in model.layers:
+        bias = layer.ffn.gate.bias
+        assert set(bias.unique().tolist()) <= {-0.25, 0.0, 0.25} and bias.any()
+
+
+@pytest.mark.parametrize("phase", [0, 3])
+def test_a_backbone_step_looks_at_the_queries_of_its_phase(model, phase):
+    recipe = Backbone(rows=2, length=32, index_random=0, dropout=0.0, unseen=())
+    opt, balance = optimiser_of(model, False), backbone.Balance(model.layers, recipe.bias_rates)
+    step = backbone.step_of(model, recipe, opt, balance, False, False)
+    found = step(ids=IDS, phase=phase, factor=0.0, bias_rate=0.0)["index_kl"].item()
+    loss = fast.IndexLoss(recipe.index_every, 0, phase)
+    with torch.no_grad():
+        model(fast.context(CONFIG, IDS[:, :-1], dtype=model.dtype, index_loss=loss))
+    assert found == pytest.approx(sum(loss.terms().values()).item(), abs=1e-9)
+
+
 def test_noise_is_read_and_never_predicted(model):
     """All of it noise: then nothing is left to read, and what is to be predicted is as before."""
     wanted = nats(model, torch.full((2, 32), CONFIG.dspark_noise_token_id))
@@ -209,7 +256,7 @@ def test_evaluation_is_the_mean_over_the_whole_split(model):
 
 DRAFTER = Drafter(
     steps=200, rows=4, length=64, warmup=4, dev_every=90, rounded_from=0.6, written=12,
-    written_length=32, prompt=10, bias_rates=((0.5, 0.1), (1.0, 0.0)),
+    written_length=32, prompt=10, bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
 )
 
 
@@ -285,17 +332,18 @@ def test_the_steps_of_the_drafter_are_those_of_the_recipe(drafted):
         assert step["rounded"] == (i >= 120)
         assert step["bias_rate"] == (0.1 if i < 100 else 0.0)
         assert step["factor"] == schedule(i, 200, 4, DRAFTER.constant, DRAFTER.last)
+    check_optimiser(plan, DRAFTER, DRAFTER.adam_rate)
     assert [at for at, _ in plan.dev] == [90, 180, 200]
     assert all(split is DATA["dev"] for _, split in plan.dev)
 
 
 def drafter_step(model, first=0, rounding=None, rate=0.0, **changes):
-    """(what a step finds, its optimiser), with a draft at every place there is."""
+    """(what a step finds, its optimiser): drafts at every place there is, half the rate."""
     recipe = Drafter(rows=2, length=32, anchors=99, **(dict(dropout=0.0) | changes))
     source = drafter.Source("", None, first, 2, 32)
     opt, balance = optimiser_of(model, True, rate), backbone.Balance(model.mtp, recipe.bias_rates)
     step = drafter.step_of(model, recipe, source, opt, balance, False, False, rounding)
-    return step(ids=IDS, factor=1.0, bias_rate=0.25), opt
+    return step(ids=IDS, factor=0.5, bias_rate=0.25), opt
 
 
 @pytest.mark.parametrize("first", [0, 20])
@@ -327,9 +375,13 @@ def test_a_drafter_step_balances_its_own_experts_and_no_others():
 
 def test_a_drafter_step_rounds_its_weights_and_keeps_masters():
     model = random_model()
+    before = model.mtp[-1].norm.weight.detach().clone()
     _, opt = drafter_step(model, rounding=weights.rounding(CONFIG), rate=1e-3)
     kind, between = weights.storages(CONFIG), 0
     held = dict(model.named_parameters())
+    # AdamW's first step is as long as its rate
+    moved = opt.masters()[f"mtp.{len(model.mtp) - 1}.norm.weight"] - before
+    assert moved.abs().max().item() == pytest.approx(0.5e-3, rel=1e-3)
     for name, master in opt.masters().items():
         assert torch.equal(held[name], weights.round_storage(master, kind[name])), name
         between += not torch.equal(held[name], master)
