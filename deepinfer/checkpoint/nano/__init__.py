@@ -50,7 +50,7 @@ def folder() -> Path:
 
 
 def verified() -> Path:
-    """`folder`, every file compared with its SHA-256, which takes about 0.1 s.
+    """`folder`, every file compared with its SHA-256, which takes below 0.1 s.
 
     CheckpointError names a file that is not the one that was shipped; FileNotFoundError as of
     `folder`.
