@@ -61,9 +61,9 @@ def verified() -> Path:
     for name, digest in sums(found).items():
         if digest != expected.get(name):
             raise CheckpointError(
-                f"the nano model is damaged: {found / name} has the SHA-256 {digest}, {SUMS} beside "
-                f"it says {expected.get(name, 'nothing of it')}; {_AGAIN}; other weights are put "
-                "there by `python -m experiments.nano.train ship --checkpoint FOLDER`"
+                f"the nano model is damaged: {found / name} has the SHA-256 {digest}, {SUMS} "
+                f"beside it says {expected.get(name, 'nothing of it')}; {_AGAIN}; other weights "
+                "are put there by `python -m experiments.nano.train ship --checkpoint FOLDER`"
             )
     return found
 
