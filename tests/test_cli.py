@@ -437,3 +437,12 @@ def test_lab_says_when_there_is_nothing_to_copy(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="no tutorials"):
         lab.copy(tmp_path / "mine", tmp_path / "empty")
+
+
+def test_doctor_notices_damaged_weights(monkeypatch, capsys):
+    from deepinfer.checkpoint import nano
+
+    real = nano.sums
+    monkeypatch.setattr(nano, "sums", lambda path: real(path) | {"tokenizer.json": "0" * 64})
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "problem: the nano model is damaged" in out and "tokenizer.json" in out

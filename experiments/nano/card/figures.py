@@ -43,7 +43,8 @@ PARTS: tuple[tuple[str, tuple[tuple[str, Columns, int], ...]], ...] = (
     ("Accepted drafts", (
         ("drafts.accepted", {"text": "text", "contexts": "contexts", "steps": "steps",
                              "accepted": "accepted"} | _CI
-                            | {"repeats": "repeats", "distinct": "distinct"}, 3),
+                            | {"repeats": "repeats", "of its prompt": "in_prompt",
+                               "distinct": "distinct"}, 3),
         ("acceptance.length", {"blocks": "blocks", "expected length": "expected_length"} | _CI, 3),
         ("acceptance.position", {"draft": "draft", "accept": "accept"} | _CI
                                 | {"confidence": "confidence", "same first": "same_first"}, 3),

@@ -29,7 +29,7 @@ COLUMNS = {
     "quality.context": "positions tokens change_percent low high says",
     "quality.prose": "weights fidelity tokens bytes bits_per_byte xz_bits_per_byte of_xz low high",
     "paths": "path files tokens bits_per_byte change_percent low high mean_dnats agrees",
-    "drafts.accepted": "text contexts tokens steps accepted low high repeats distinct",
+    "drafts.accepted": "text contexts tokens steps accepted low high repeats in_prompt distinct",
     "acceptance.length": "blocks expected_length low high",
     "acceptance.position": "draft accept low high confidence same_first",
     "calibration": "outcome draft observed confidence accept ece by_chance ece_product temperature "
@@ -392,7 +392,7 @@ def test_every_finding_shows_its_own_columns(files):
     assert cells(text, "### Accepted drafts")[1] == [
         accepted["text"], *(f"{accepted[c]:,}" for c in ("contexts", "steps")),
         fmt(accepted["accepted"]), f"{fmt(accepted['low'])} to {fmt(accepted['high'])}",
-        f"{accepted['repeats']:,}", fmt(accepted["distinct"]),
+        f"{accepted['repeats']:,}", fmt(accepted["in_prompt"]), fmt(accepted["distinct"]),
     ]  # fmt: skip
 
 
