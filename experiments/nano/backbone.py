@@ -201,11 +201,7 @@ def train(
         if late:
             log.row(stage="stopped", step=step + 1, seconds=stop_after)
             break
-    for p in trained.values():
-        p.requires_grad_(False)
-    masters = optimiser.masters()
-    held = {n: p.detach() for n, p in model.named_parameters() if n not in masters}
-    return {**held, **masters}
+    return weights.finished(model, optimiser.masters())
 
 
 def noisy(ids: Tensor, share: float, noise: int) -> Tensor:

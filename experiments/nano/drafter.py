@@ -87,11 +87,7 @@ def train(
         if late:
             log.row(stage="stopped", step=step + 1, seconds=stop_after)
             break
-    for p in trained.values():
-        p.requires_grad_(False)
-    masters = optimiser.masters()
-    held = {n: p.detach() for n, p in model.named_parameters() if n not in masters}
-    return {**held, **masters}
+    return weights.finished(model, optimiser.masters())
 
 
 def restart(model: Model, seed: int) -> None:

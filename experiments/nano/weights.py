@@ -109,6 +109,13 @@ def official(config: ModelConfig, held: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: x.detach().float().cpu() for name, x in out.items()}
 
 
+def finished(model: Model, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """{the model's weight name: FP32 weight} when a stage is over, unrounded where it was trained;
+    the model takes no gradients any more."""
+    model.requires_grad_(False)
+    return {**{n: p.detach() for n, p in model.named_parameters()}, **masters}
+
+
 def stacked(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state of official names as the model holds it, experts stacked: `official` backwards."""
     out: dict[str, Any] = {}
