@@ -9,6 +9,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 TREES = {"deepinfer": "deepinfer", "deepinfer.kernels": "kernels"}
+# Data of a tree, in any folder of it. (To setup(), "*" is no name for every package.)
+DATA = [f"**/*.{kind}" for kind in ("txt", "txt.xz", "json", "safetensors", "md")]
 
 
 class BuildPy(build_py):
@@ -33,9 +35,8 @@ setup(
     packages=[*packages(), "deepinfer.tutorials"],
     package_dir={**TREES, "deepinfer.tutorials": "tutorials"},
     package_data={
-        "*": ["*.txt", "*.json", "*.safetensors", "*.md"],
-        "deepinfer": ["py.typed", "__init__.pyi", "**/*.txt", "**/*.json", "**/*.safetensors"],
-        "deepinfer.data": ["*.txt.xz"],
+        "deepinfer": ["py.typed", "__init__.pyi", *DATA],
+        "deepinfer.kernels": DATA,
         "deepinfer.tutorials": ["*.ipynb"],
     },
     # in a wheel the folder itself stands in the place of this stub

@@ -7,6 +7,7 @@ error. Exit status: 0 done, 1 refused or failed with one line that says why, 2 w
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import shlex
@@ -318,7 +319,17 @@ def _inspected(path: str) -> str | Path | None:
         from deepinfer.checkpoint import nano
 
         return nano.folder()
-    return None if path == RELEASE else path
+    if path == RELEASE or Path(path).exists():
+        return None if path == RELEASE else path
+    if path == "tiny":
+        raise FileNotFoundError(
+            "tiny: no such file or folder; its weights are made when it runs: `deepinfer make-tiny "
+            "./tiny` writes them, and nano is the trained model of this package"
+        )
+    near = difflib.get_close_matches(path, ("nano", RELEASE), 1)
+    hint = f"name a checkpoint's folder, a config.json, nano or {RELEASE}"
+    hint = f"did you mean {near[0]}?" if near else hint
+    raise FileNotFoundError(f"{path}: no such file or folder; {hint}")
 
 
 def _check_draft(count: int, model: str, folder: Path | None) -> None:

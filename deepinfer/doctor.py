@@ -155,11 +155,13 @@ def _other_distribution(report: Report) -> None:
 
 def _nano(report: Report) -> None:
     from deepinfer.checkpoint import nano
+    from deepinfer.checkpoint.header import CheckpointError
 
     try:
-        folder = nano.folder()
-    except FileNotFoundError as error:
-        report.problem("packages", "nano model", "not complete", str(error))
+        folder = nano.verified()
+    except (FileNotFoundError, CheckpointError) as error:
+        state = "damaged" if isinstance(error, CheckpointError) else "not complete"
+        report.problem("packages", "nano model", state, str(error))
         return
     size = sum((folder / name).stat().st_size for name in nano.FILES)
     report.add("packages", "nano model", f"{size / 1e6:.1f} MB")

@@ -178,6 +178,20 @@ def test_generate_and_inspect_know_nano(capsys, tmp_path, monkeypatch):
     assert "fit the config" in out.splitlines()[0]
 
 
+@pytest.mark.parametrize("word, hint", [
+    ("nanoo", "did you mean nano?"), ("Nano", "did you mean nano?"),
+    ("v41-flsh", "did you mean v41-flash?"), ("elsewhere", "a config.json, nano or v41-flash"),
+    ("tiny", "make-tiny ./tiny` writes them, and nano is the trained model"),
+])  # fmt: skip
+def test_inspect_says_what_was_meant(capsys, tmp_path, monkeypatch, word, hint):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, "inspect", word)
+    assert status == 1 and out == "" and hint in err and len(err.splitlines()) == 1
+    assert err.startswith(f"deepinfer inspect: {word}: no such file or folder; ")
+    run(capsys, "make-tiny", f"./{word}")
+    assert run(capsys, "inspect", word)[0] == 0  # a folder of that name is what is asked for
+
+
 def test_the_word_tiny_and_a_folder_of_that_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ("generate", "--model", "tiny", "--max-tokens", "1", "x")
@@ -423,3 +437,12 @@ def test_lab_says_when_there_is_nothing_to_copy(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="no tutorials"):
         lab.copy(tmp_path / "mine", tmp_path / "empty")
+
+
+def test_doctor_notices_damaged_weights(monkeypatch, capsys):
+    from deepinfer.checkpoint import nano
+
+    real = nano.sums
+    monkeypatch.setattr(nano, "sums", lambda path: real(path) | {"tokenizer.json": "0" * 64})
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "problem: the nano model is damaged" in out and "tokenizer.json" in out

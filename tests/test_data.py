@@ -7,8 +7,10 @@ import lzma
 import pickle
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import deepinfer as di
@@ -107,11 +109,22 @@ def test_wrong_wishes_are_refused():
         di.data.xz_bits_per_byte([])
 
 
+def test_whole_numbers_of_any_kind_are_taken():
+    want = di.data.heldout(700, count=30)
+    assert di.data.heldout(np.int64(700), count=np.uint8(30)) == want
+    assert di.data.heldout(np.array(1500)) == di.data.heldout()
+    for wrong in (np.float64(700), np.bool_(True), "700", np.int64(0)):
+        with pytest.raises(ValueError, match="whole numbers"):
+            di.data.heldout(wrong)
+
+
 def test_a_text_is_a_string_that_cannot_change():
     text = di.data.heldout()[1]
     with pytest.raises(AttributeError, match="immutable"):
         text.module = "other"
-    for twin in (pickle.loads(pickle.dumps(text)), copy.copy(text), copy.deepcopy(text)):
+    pickled = [pickle.loads(pickle.dumps(text, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+    assert len(pickled) >= 6
+    for twin in (*pickled, copy.copy(text), copy.deepcopy(text), copy.deepcopy([text])[0]):
         assert twin == text == str(text) and type(twin) is type(text)
         assert all(getattr(twin, name) == getattr(text, name) for name in di.data.Text.__slots__)
     assert type(str(text)) is str and json.loads(json.dumps([text])) == [str(text)]
@@ -168,3 +181,74 @@ def test_a_changed_file_list_is_noticed(damaged):
     (damaged / "manifest.json").write_text(json.dumps(stored))
     with pytest.raises(RuntimeError, match=stored["sets"]["dev"]["files"][1]["path"]):
         di.data.dev()
+
+
+@pytest.mark.parametrize("file", ["dev.txt.xz", "manifest.json"])
+def test_a_missing_file_is_named_with_what_to_do(damaged, file):
+    (damaged / file).unlink()
+    with pytest.raises(FileNotFoundError, match=f"data.dev reads {file}, .*no such file; install"):
+        di.data.dev()
+    (damaged / file).mkdir()
+    with pytest.raises(RuntimeError, match=f"data.dev: .*{file}: it cannot be read.*git checkout"):
+        di.data.dev()
+
+
+def lose(place, key):
+    """A change of the manifest: the key is gone, or is of another kind."""
+    return lambda whole: place(whole).pop(key), lambda whole: place(whole).update({key: None})
+
+
+def sets(whole):
+    return whole["sets"]
+
+
+def dev(whole):
+    return whole["sets"]["dev"]
+
+
+def file(whole):
+    return whole["sets"]["dev"]["files"][1]
+
+
+CHANGES = [
+    *lose(lambda w: w, "sets"), *lose(lambda w: w, "licence"),
+    *lose(sets, "dev"), *lose(dev, "files"), *lose(dev, "sha256"), *lose(file, "path"),
+    *lose(file, "bytes"), *lose(file, "module"), *lose(file, "sha256"),
+    lambda whole: dev(whole)["files"].pop(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_manifest_that_lacks_something_is_one_clear_error(damaged, change):
+    whole = json.loads((damaged / "manifest.json").read_text("utf-8"))
+    change(whole)
+    (damaged / "manifest.json").write_text(json.dumps(whole))
+    with pytest.raises(RuntimeError, match="di.data.dev: deepinfer/data/manifest.json: .*install"):
+        di.data.dev()
+
+
+@pytest.mark.parametrize("stored", ["", "[]", "{", "12", '{"sets": 3}'])
+def test_a_manifest_that_is_cut_is_one_clear_error(damaged, stored):
+    whole = (damaged / "manifest.json").read_text("utf-8")
+    for text in (stored, whole[: len(whole) // 2]):
+        (damaged / "manifest.json").write_text(text)
+        with pytest.raises(RuntimeError, match="manifest.json: .*the shipped text is damaged"):
+            di.data.dev()
+
+
+def test_texts_are_read_from_a_package_in_an_archive(tmp_path, monkeypatch):
+    """And a file that it lacks is named as in a folder."""
+    for name in ("whole", "part"):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            for path in FOLDER.glob("*.*"):
+                if name == "whole" or path.name != "dev.txt.xz":
+                    archive.write(path, f"data/{path.name}")
+    want = di.data.dev()
+    for name in ("whole", "part"):
+        inside = zipfile.Path(tmp_path / f"{name}.zip", "data/")
+        monkeypatch.setattr(texts.resources, "files", lambda package, inside=inside: inside)
+        if name == "whole":
+            assert di.data.dev() == want
+        else:
+            with pytest.raises(FileNotFoundError, match="data.dev reads dev.txt.xz.*part.zip"):
+                di.data.dev()

@@ -108,6 +108,26 @@ def in_wheel(site: Path, *arguments: str, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+def test_every_data_file_of_the_trees_ships(monkeypatch):
+    """What setup.py hands to a build, without building: whatever is no code is data."""
+    pytest.importorskip("setuptools", minversion="77")
+    from distutils.core import run_setup
+
+    monkeypatch.chdir(ROOT)
+    command = run_setup("setup.py", stop_after="init").get_command_obj("build_py")
+    command.ensure_finalized()
+    shipped = {
+        Path(folder, name).resolve() for _, folder, _, names in command.data_files for name in names
+    }
+    for tree in (ROOT / "deepinfer", ROOT / "kernels"):
+        there = {path for path in tree.rglob("*") if path.is_file()}
+        data = {path for path in there if path.suffix not in (".py", ".pyc")}
+        data.discard(ROOT / "deepinfer/kernels.pyi")  # a stub of the checkout's
+        assert {p for p in shipped if tree in p.parents} == data
+    assert {ROOT / "deepinfer/data/README.md", ROOT / "deepinfer/py.typed"} <= shipped
+    assert ROOT / "deepinfer/checkpoint/nano/README.md" in shipped
+
+
 @pytest.mark.slow
 def test_wheel_holds_everything_and_works(tmp_path):
     wheel, site = build(tmp_path), tmp_path / "site"
@@ -120,7 +140,7 @@ def test_wheel_holds_everything_and_works(tmp_path):
     copy = tmp_path / "tree"  # others may be at work in the checkout itself
     for tree, inside in (("deepinfer", "deepinfer"), ("kernels", "deepinfer/kernels")):
         for path in (copy / tree).rglob("*"):
-            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".xz", ".json", ".safetensors"):
+            if path.is_file() and path.suffix != ".pyc":
                 place = f"{inside}/{path.relative_to(copy / tree).as_posix()}"
                 assert (place in names) == (place != "deepinfer/kernels.pyi"), place
     shipped = {name.rsplit("/", 1)[1] for name in names if name.startswith("deepinfer/tutorials/")}

@@ -115,18 +115,19 @@ def _spread(scale: Tensor, shape: torch.Size, tiled: bool) -> Tensor:
     return factor.repeat_interleave(BLOCK, -2)[..., : shape[-2], :] if tiled else factor
 
 
+def _e2m1_code(size: Tensor) -> Tensor:
+    """Code 0..7 of each magnitude, rounded: how many midpoints it has passed."""
+    code = sum((size > middle).to(torch.uint8) for middle in _ODD_MIDPOINTS)
+    return code + sum((size >= middle).to(torch.uint8) for middle in _EVEN_MIDPOINTS)
+
+
 def _e2m1_size(size: Tensor) -> Tensor:
-    """Magnitudes rounded to those of E2M1: every midpoint that is passed adds its step."""
-    steps = ((0.25, 0.5), (1.25, 0.5), (2.5, 1.0), (5.0, 2.0))
-    value = sum((size > middle) * step for middle, step in steps)
-    steps = ((0.75, 0.5), (1.75, 0.5), (3.5, 1.0))
-    value = value + sum((size >= middle) * step for middle, step in steps)
+    """Magnitudes rounded to those of E2M1: 0 .5 1 1.5 2 are halves of their code, then 3 4 6."""
+    code = _e2m1_code(size)
+    value = torch.where(code <= 4, code * 0.5, torch.where(code == 7, 6.0, code - 2.0))
     return torch.where(torch.isfinite(size), value, torch.nan)
 
 
 def _e2m1_bytes(scaled: Tensor) -> Tensor:
-    size = scaled.abs()
-    code = sum((size > middle).to(torch.uint8) for middle in _ODD_MIDPOINTS)
-    code = code + sum((size >= middle).to(torch.uint8) for middle in _EVEN_MIDPOINTS)
-    code = code | (torch.signbit(scaled).to(torch.uint8) << 3)
+    code = _e2m1_code(scaled.abs()) | (torch.signbit(scaled).to(torch.uint8) << 3)
     return code[..., 0::2] | (code[..., 1::2] << 4)

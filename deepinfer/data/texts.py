@@ -1,7 +1,8 @@
 """Reading the shipped texts, and cutting them into passages.
 
 A set is stored as one xz file of UTF-8 text and its file list in manifest.json. Both are checked
-against their SHA-256 when they are read.
+against their SHA-256 when they are read. They are read through the package's loader, so a package
+inside an archive works too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import operator
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from typing import Any
@@ -43,17 +47,21 @@ class Text(str):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Text is immutable, as every string: cannot set {name!r}")
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        return (str(self),), {name: getattr(self, name) for name in Text.__slots__}
-
-    def __getstate__(self) -> None:
-        return None  # copies and pickles are made by __new__ alone
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies, and pickles of every protocol, are made by __new__ alone."""
+        about = {name: getattr(self, name) for name in Text.__slots__}
+        return _text_of, (type(self), str(self), about)
 
     def __repr__(self) -> str:
         place = f" from {self.offset:,}" if self.offset else ""
         first = next((line for line in self.splitlines() if line.strip()), "")
         shown = str(first) if len(first) <= 40 else first[:39] + "…"
         return f"<Text {self.path}{place}: {len(self):,} characters, {shown!r}>"
+
+
+def _text_of(kind: type[Text], text: str, about: dict[str, Any]) -> Text:
+    """A Text from what a pickle of it holds."""
+    return kind(text, **about)
 
 
 def heldout(characters: int | None = 1500, count: int | None = None) -> list[Text]:
@@ -99,12 +107,9 @@ def _texts(name: str, characters: int | None, count: int | None) -> list[Text]:
         if count is not None:
             raise ValueError("count is of passages, and characters=None asks for whole files")
         return files
-    for value, least in ((characters, 1), (1 if count is None else count, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"characters and count are whole numbers, at least 1 and 0; found "
-                f"characters={characters!r}, count={count!r}"
-            )
+    wished = f"characters={characters!r}, count={count!r}"
+    characters = _whole(characters, 1, wished)
+    count = None if count is None else _whole(count, 0, wished)
     modules: dict[str, list[Text]] = {}
     for file in files:
         modules.setdefault(file.module, []).append(file)
@@ -118,6 +123,19 @@ def _texts(name: str, characters: int | None, count: int | None) -> list[Text]:
             f"of {characters} characters that do not overlap; ask for fewer or shorter ones"
         )
     return found[:count]
+
+
+def _whole(value: Any, least: int, wished: str) -> int:
+    """An integer of any kind, NumPy's too, as Python's; a bool is none."""
+    try:
+        found = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = -1
+    if found < least:
+        raise ValueError(
+            f"characters and count are whole numbers, at least 1 and 0; found {wished}"
+        )
+    return found
 
 
 def _in_rounds(modules: Iterable[list[Text]], characters: int) -> Iterator[Text]:
@@ -148,32 +166,75 @@ def _part(file: Text, start: int, end: int) -> Text:
 
 def _files(name: str) -> list[Text]:
     """The whole files of a set, checked."""
-    folder = resources.files("deepinfer.data")
-    manifest = json.loads(folder.joinpath("manifest.json").read_text(encoding="utf-8"))
-    described = manifest["sets"][name]
+    described, licence = _described(name)
+    stored = f"{name}.txt.xz"
     try:
-        data = lzma.decompress(folder.joinpath(f"{name}.txt.xz").read_bytes())
+        data = lzma.decompress(_read(name, stored))
     except lzma.LZMAError as error:
-        raise _damaged(f"{name}.txt.xz: {error}") from error
-    _check(f"{name}.txt.xz", data, described)
+        raise _damaged(name, f"{stored}: {error}") from error
+    _check(name, stored, data, described["sha256"])
     texts, start = [], 0
     for file in described["files"]:
         part = data[start : start + file["bytes"]]
         start += file["bytes"]
-        _check(f"{name}.txt.xz, {file['path']}", part, file)
+        _check(name, f"{stored}, {file['path']}", part, file["sha256"])
         about = {key: file[key] for key in ("module", "path", "sha256")}
-        texts.append(Text(part.decode("utf-8"), licence=manifest["licence"], **about))
+        texts.append(Text(part.decode("utf-8"), licence=licence, **about))
+    if start != len(data):
+        found = f"the files of {name} have {start:,} bytes, {stored} has {len(data):,}"
+        raise _damaged(name, f"manifest.json: {found}")
     return texts
 
 
-def _check(what: str, data: bytes, described: dict[str, Any]) -> None:
+_FILE = {"path": str, "module": str, "bytes": int, "sha256": str}  # what is said of each file
+
+
+def _described(name: str) -> tuple[dict[str, Any], str]:
+    """What manifest.json says of a set, and its licence."""
+    stored = _read(name, "manifest.json")
+    try:
+        manifest = json.loads(stored)
+    except ValueError as error:
+        raise _damaged(name, f"manifest.json: not JSON: {error}") from error
+    sets = manifest.get("sets") if isinstance(manifest, dict) else None
+    if not isinstance(sets, dict) or not isinstance(manifest.get("licence"), str):
+        raise _damaged(name, "manifest.json: it lacks its sets or their licence")
+    if name not in sets:
+        raise _damaged(name, f"manifest.json: it has no such set, only {', '.join(sets) or 'none'}")
+    described = sets[name]
+    files = described.get("files") if isinstance(described, dict) else None
+    if not isinstance(files, list) or not isinstance(described.get("sha256"), str):
+        raise _damaged(name, f"manifest.json: {name} lacks its files or its SHA-256")
+    for i, file in enumerate(files):
+        known = file if isinstance(file, dict) else {}
+        wrong = [key for key, kind in _FILE.items() if type(known.get(key)) is not kind]
+        if wrong:
+            raise _damaged(name, f"manifest.json: file {i} of {name} lacks its {', '.join(wrong)}")
+    return described, manifest["licence"]
+
+
+def _read(name: str, file: str) -> bytes:
+    """The bytes of a file of this folder, which the set `name` needs."""
+    folder = resources.files("deepinfer.data")
+    try:
+        return folder.joinpath(file).read_bytes()
+    except (FileNotFoundError, KeyError):  # the latter from an archive
+        raise FileNotFoundError(
+            f"di.data.{name} reads {file}, and {folder} has no such file; install the package "
+            "again, in a checkout `git checkout -- deepinfer/data`"
+        ) from None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise _damaged(name, f"{file}: it cannot be read: {error}") from error
+
+
+def _check(name: str, what: str, data: bytes, expected: str) -> None:
     found = hashlib.sha256(data).hexdigest()
-    if found != described["sha256"]:
-        raise _damaged(f"{what}: its SHA-256 is {found}, manifest.json says {described['sha256']}")
+    if found != expected:
+        raise _damaged(name, f"{what}: its SHA-256 is {found}, manifest.json says {expected}")
 
 
-def _damaged(what: str) -> RuntimeError:
+def _damaged(name: str, what: str) -> RuntimeError:
     return RuntimeError(
-        f"deepinfer/data/{what}; the shipped text is damaged, so figures on it would be wrong: "
-        "install the package again"
+        f"di.data.{name}: deepinfer/data/{what}; the shipped text is damaged, so figures on it "
+        "would be wrong: install the package again, in a checkout `git checkout -- deepinfer/data`"
     )

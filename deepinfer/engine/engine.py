@@ -30,7 +30,13 @@ from deepinfer.engine.settings import (
     split_settings,
 )
 from deepinfer.engine.stats import Stats
-from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list, token_bytes
+from deepinfer.engine.text import (
+    Detokenizer,
+    check_unicode,
+    encode_prompt,
+    prompt_list,
+    token_bytes,
+)
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Prompt
 
@@ -100,13 +106,16 @@ class Engine:
 
     @classmethod
     @completes(Changes, Settings)
-    def from_pretrained(cls, path: str, *, download: bool = False, **settings: Unpack[Settings]) -> Engine:
+    def from_pretrained(
+        cls, path: str, *, download: bool = False, **settings: Unpack[Settings]
+    ) -> Engine:
         """Load a checkpoint in the official layout.
 
         path: a folder, or a hub id found in the local Hugging Face cache (fetched only with
-        download=True). Settings and slots as in `with_`, plus device ('auto') and dtype (None: float32
-        on a CPU, bfloat16 on an accelerator). What does not fit is refused with bytes by component
-        before memory is taken. Raises CheckpointError naming file and tensor, MemoryError, ValueError.
+        download=True). Settings and slots as in `with_`, plus device ('auto') and dtype (None:
+        float32 on a CPU, bfloat16 on an accelerator). What does not fit is refused with bytes by
+        component before memory is taken. Raises CheckpointError naming file and tensor,
+        MemoryError, ValueError.
         """
         from deepinfer.checkpoint.hub import locate
 
@@ -115,16 +124,18 @@ class Engine:
     @classmethod
     @completes(Changes, Settings)
     def nano(cls, **settings: Unpack[Settings]) -> Engine:
-        """The small model that ships with the package: every mechanism of the text model, really trained.
+        """The small model that ships with the package: every mechanism of the text model, really
+        trained.
 
-        24 M parameters and a drafter, trained on Python's standard library, read from its FP8 and FP4
-        storage in a second. Settings and errors as of `from_pretrained`; FileNotFoundError where the
-        weights did not come with the package. It completes Python, and its acceptance rates, routing
-        and approximation errors mean something; `di.data.heldout()` are texts it was not trained on.
+        24 M parameters and a drafter, trained on Python's standard library, read from its FP8 and
+        FP4 storage in a second. Settings and errors as of `from_pretrained`; CheckpointError where
+        a file is damaged, FileNotFoundError where the weights did not come with the package. It
+        completes Python, and its acceptance rates, routing and approximation errors mean something;
+        `di.data.heldout()` are texts it was not trained on.
         """
-        from deepinfer.checkpoint.nano import folder
+        from deepinfer.checkpoint.nano import verified
 
-        return cls._from_folder(folder, "nano", settings)
+        return cls._from_folder(verified, "nano", settings)
 
     @classmethod
     def _from_folder(cls, find: Callable[[], Path], source: str, given: Any) -> Engine:
@@ -138,11 +149,14 @@ class Engine:
         checkpoint = Checkpoint.open(find())
         parts = weights.weight_bytes(checkpoint.config, dtype, config.keep_quantised)
         parts |= cache_bytes(checkpoint.config, config, slots, dtype, device)
-        remedy = "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
+        remedy = (
+            "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
+        )
         weights.require(f"{source} in {dtype}", parts, device, remedy)
         loaded = weights.from_checkpoint(
-            checkpoint, dtype=dtype, device=device, source=source, keep_quantised=config.keep_quantised
-        )
+            checkpoint, dtype=dtype, device=device, source=source,
+            keep_quantised=config.keep_quantised,
+        )  # fmt: skip
         return cls(loaded, config, slots)
 
     @classmethod
@@ -250,7 +264,13 @@ class Engine:
         return Table(rows, provenance=self._provenance())
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Token ids of raw text, with bos in front unless told otherwise; no chat template."""
+        """Token ids of raw text, with bos in front unless told otherwise; no chat template.
+
+        ValueError for what is no text: bytes, None, a string with a lone surrogate.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"encode takes one string, got {type(text).__name__}")
+        check_unicode(text)
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.config.bos_token_id, *ids] if bos else ids
 

@@ -47,7 +47,6 @@ def check_unicode(text: str) -> None:
 def encode_prompt(engine, prompt: Any) -> list[int]:
     """Token ids of one prompt, range-checked. ValueError says what was found."""
     if isinstance(prompt, str):
-        check_unicode(prompt)
         ids = engine.encode(prompt)
     else:
         ids = items_of(prompt, "a prompt is a string or a list of token ids")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -49,9 +49,9 @@ class Training:
     def _forget(self, table_rows: Tensor) -> Tensor:
         """Rows of other n-grams in place of some, the longest first.
 
-        table_rows "t c": columns by n-gram size 2, 3, ...; unseen: how often each size is passed off.
-        After one epoch training has no new n-gram left, while a third of the trigrams of unknown
-        text are new, and their rows are those of others.
+        table_rows "t c": columns by n-gram size 2, 3, ...; unseen: how often each size is passed
+        off. After one epoch training has no new n-gram left, while a third of the trigrams of
+        unknown text are new, and their rows are those of others.
         """
         t, columns = table_rows.shape
         if self._luck is None:  # one token, one fate: the layers hash the same n-grams
@@ -104,11 +104,11 @@ class Balance:
 
 def step_of(
     model: Model, recipe: Backbone, optimiser: Optimiser, balance: Balance, compiled: bool,
-    capture: bool, rounding: Rounding | None = None,
+    capture: bool, rounding: Rounding | None = None, dense: bool = False,
 ) -> Captured:
     """A training step: step(ids=[rows, length + 1], phase=, factor=, bias_rate=) -> {'nats',
     'index_kl', 'grad'} on the device. phase: which queries the indexer's loss looks at; factor: of
-    the rates; rounding: what the model computes with after it."""
+    the rates; rounding: what the model computes with after it; dense: nothing is picked."""
     r, device = recipe, model.device
     inputs = {
         "ids": torch.zeros(r.rows, r.length + 1, dtype=torch.long, device=device),
@@ -125,7 +125,7 @@ def step_of(
         read = noisy(inputs["ids"][:, :-1], r.noise, model.config.dspark_noise_token_id)
         ctx = fast.context(
             model.config, read, tap=tap, index_loss=index_loss, compiled=compiled,
-            dtype=model.dtype, constants=constants,
+            dtype=model.dtype, constants=constants, dense=dense,
         )
         loss = language_loss(model, inputs["ids"], ctx)
         constants.update(fast.constants_of(ctx))
@@ -163,16 +163,23 @@ def train(
     )
     streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]
     balance = Balance(model.layers, r.bias_rates)
-    parts = (model, r, optimiser, balance, compiled, capture)
-    steps = {False: step_of(*parts), True: step_of(*parts, weights.rounding(model.config))}
+    short = replace(r, rows=r.rows * r.length // r.dense_length, length=r.dense_length)
+    steps = {
+        (dense, rounding is not None): step_of(
+            model, short if dense else r, optimiser, balance, compiled, capture, rounding, dense
+        )
+        for dense in (True, False) for rounding in (None, weights.rounding(model.config))
+    }
     phases = np.random.default_rng(seed)
     began = last = time.perf_counter()
     for step in range(r.steps):
         done = (step + 1) / r.steps
         share = next(share for until, share in r.library_shares if done <= until)
-        ids = torch.from_numpy(mixed(streams, [share, 1 - share], r.rows, r.length + 1))
+        dense = step < r.dense * r.steps
+        size = short if dense else r
+        ids = torch.from_numpy(mixed(streams, [share, 1 - share], size.rows, size.length + 1))
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
-        found = steps[step >= r.rounded_from * r.steps](
+        found = steps[dense, step >= r.rounded_from * r.steps](
             ids=ids, phase=int(phases.integers(r.index_every)), factor=factor,
             bias_rate=balance.rate(done),
         )
@@ -185,7 +192,7 @@ def train(
             last = now
             log.row(
                 stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor,
-                max_load=high, min_load=low, tokens_per_second=per_second,
+                dense=dense, max_load=high, min_load=low, tokens_per_second=per_second,
                 library_epochs=streams[0].epoch, tests_epochs=streams[1].epoch,
             )
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:
@@ -194,11 +201,7 @@ def train(
         if late:
             log.row(stage="stopped", step=step + 1, seconds=stop_after)
             break
-    for p in trained.values():
-        p.requires_grad_(False)
-    masters = optimiser.masters()
-    held = {n: p.detach() for n, p in model.named_parameters() if n not in masters}
-    return {**held, **masters}
+    return weights.finished(model, optimiser.masters())
 
 
 def noisy(ids: Tensor, share: float, noise: int) -> Tensor:
@@ -210,8 +213,8 @@ def noisy(ids: Tensor, share: float, noise: int) -> Tensor:
 
 
 def language_loss(model: Model, ids: Tensor, ctx: ForwardContext) -> Tensor:
-    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1], or of what
-    the model is to read in their place."""
+    """Mean nats a token of ids [b, t+1], each given those before it; ctx: of ids[:, :-1], or of
+    what the model is to read in their place."""
     return F.cross_entropy(model(ctx).logits, ids[:, 1:].flatten())
 
 

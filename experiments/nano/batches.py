@@ -10,7 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Split:
-    """Documents one after another, each [bos] + tokens + [eos]. ids: uint16; offsets: [documents + 1]."""
+    """Documents one after another, each [bos] + tokens + [eos].
+
+    ids: uint16; offsets: [documents + 1].
+    """
 
     ids: np.ndarray
     offsets: np.ndarray
@@ -61,13 +64,13 @@ class Stream:
 
 
 def mixed(streams: list[Stream], shares: list[float], rows: int, length: int) -> np.ndarray:
-    """[rows, length] with each stream's share of the rows, the first getting what rounding leaves."""
+    """[rows, length] with each stream's share of the rows; the first gets what rounding leaves."""
     counts = [round(share * rows) for share in shares]
     counts[0] = rows - sum(counts[1:])
     return np.concatenate([s.rows(n, length) for s, n in zip(streams, counts)])
 
 
 def pieces(split: Split, length: int) -> np.ndarray:
-    """[n, length] rows that cover the split's documents laid one after another, without the rest."""
+    """[n, length] rows that cover the split's documents, one after another, without the rest."""
     n = len(split.ids) // length
     return split.ids[: n * length].reshape(n, length).astype(np.int64)

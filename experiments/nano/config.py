@@ -50,7 +50,7 @@ _TEXT: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
-    # encoder: 0, 1 window only, sources 2 and 4; decoder: source 6, reindex 8 and 10; 3 draft layers
+    # encoder: 0, 1 window only, sources 2, 4; decoder: source 6, reindex 8 and 10; 3 draft layers
     "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
     "kv_source_layer_ids": [2, 4, 6],
     "index_source_layer_ids": [2, 4, 6, 8, 10],
@@ -75,7 +75,7 @@ _TEXT: dict[str, Any] = {
     "dspark_target_layer_ids": [9, 10, 11],
     "dspark_markov_rank": 64,
     "dspark_n_routed_experts": 16,
-    "dspark_num_experts_per_tok": 8,  # the release has 3 of 128; experts this narrow want company
+    "dspark_num_experts_per_tok": 6,  # the release has 3 of 128; experts this narrow want company
 }
 
 # In miniature, for tests: the same roles of layers, nothing of the same size.
@@ -175,12 +175,16 @@ class Backbone:
     warmup: int = 100
     constant: float = 0.3  # share of the steps before the rate falls linearly to `last`
     last: float = 0.02
-    dropout: float = 0.2  # on the outputs of both sub-layers; over-fitting is the limit, not compute
+    dropout: float = 0.2  # on what both sub-layers give; over-fitting is the limit, not compute
     unseen: tuple[float, ...] = (0.05, 0.2, 0.4)  # bigrams, trigrams, ... passed off as new ones
     noise: float = 0.0  # share of the input tokens replaced by the noise token
     clip: float = 1.0
     # The router's biases: fast while experts nearly die, then slower, then left alone.
     bias_rates: tuple[tuple[float, float], ...] = ((0.3, 5e-3), (0.9, 1e-3), (1.0, 0.0))
+    # Training starts with attention to every entry, on shorter sequences: what is never picked
+    # teaches nothing, and an indexer that copies an attention to its own picks stays blind.
+    dense: float = 0.4  # share of the steps
+    dense_length: int = 1024
     index_weight: float = 1.0
     index_every: int = 4  # queries that the indexer's loss looks at
     index_random: int = 32  # random visible entries beside the picked ones
@@ -191,7 +195,9 @@ class Backbone:
     dev_every: int = 200
 
     def small(self) -> Backbone:
-        return replace(self, steps=12, rows=2, length=64, warmup=4, dev_every=6)
+        return replace(
+            self, steps=12, rows=2, length=64, dense_length=32, warmup=4, dev_every=6
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

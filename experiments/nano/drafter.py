@@ -1,4 +1,4 @@
-"""The drafter stage: DSpark on the frozen backbone, as it is stored, on text that it wrote itself."""
+"""The drafter stage: DSpark on the frozen backbone, as it is stored, on text that it wrote."""
 
 from __future__ import annotations
 
@@ -87,11 +87,7 @@ def train(
         if late:
             log.row(stage="stopped", step=step + 1, seconds=stop_after)
             break
-    for p in trained.values():
-        p.requires_grad_(False)
-    masters = optimiser.masters()
-    held = {n: p.detach() for n, p in model.named_parameters() if n not in masters}
-    return {**held, **masters}
+    return weights.finished(model, optimiser.masters())
 
 
 def restart(model: Model, seed: int) -> None:
@@ -164,8 +160,8 @@ def _sources(
     capture: bool,
 ) -> list[Source]:
     """The corpus; what the model wrote after short prompts, and so mostly about things that it was
-    never shown; and what it goes on with greedily after half of that. On text that it was trained on
-    it is far surer than it will ever be again, and a drafter taught there learns too easy a task.
+    never shown; and what it goes on with greedily after half of that. On text that it was trained
+    on it is far surer than it will ever be again: a drafter taught there learns too easy a task.
     """
     prompts = written.prompts([data["library"], data["tests"]], r.written, r.prompt, seed + 4)
     heat = torch.linspace(*r.temperatures, r.written)

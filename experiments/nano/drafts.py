@@ -9,7 +9,7 @@ is tokens / steps of that text whichever way the end falls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +40,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Written:
-    """A continued text. tokens: what is counted of it; steps: those that drafted."""
+    """A continued text. tokens: what is counted of it; steps: those that drafted; prompt: what it
+    continues, without bos."""
 
     module: str
     tokens: tuple[int, ...]
     steps: tuple[Step, ...]
+    prompt: tuple[int, ...] = ()
 
 
 # ------------------------------------------------------------------------------------- contexts
@@ -55,20 +57,23 @@ def contexts(docs: Sequence[Document], count: int, prompt: int) -> list[tuple[st
 
     Each ends somewhere else in its module: at evenly spaced places of the module's tokens, never
     across files, and holds at most `prompt` tokens, at least a quarter of that where the file does.
+    Fewer than `count` where a module is too short for its share of different ones.
     """
-    names = modules(docs)
-    out = []
+    names = modules([d for d in docs if len(d.ids) > 1])
+    out: list[tuple[str, list[int]]] = []
     for i, module in enumerate(names):
         share = count // len(names) + (i < count % len(names))
         files = [d.ids for d in docs if d.module == module and len(d.ids) > 1]
         total = sum(map(len, files))
-        for k in range(share if files else 0):
+        for k in range(share):
             at, file = (k + 1) * total // (share + 1), 0
             while at >= len(files[file]):
                 at, file = at - len(files[file]), file + 1
             ids = files[file]
             stop = min(max(at, prompt // 4, 1), len(ids) - 1)
-            out.append((module, list(ids[max(0, stop - prompt) : stop])))
+            one = (module, list(ids[max(0, stop - prompt) : stop]))
+            if one not in out:  # the same text twice would count twice
+                out.append(one)
     return out
 
 
@@ -111,13 +116,14 @@ def write_batch(
         for request, c in done.items():
             if c.error is not None:
                 raise RuntimeError(f"context {prompts[numbers[request]][0]}: {c.error}")
-            module, all_steps = prompts[numbers[request]][1], steps[request]
+            _, module, prompt = prompts[numbers[request]]
+            all_steps = steps[request]
             if c.token_ids[-1] == eos and all_steps:
                 all_steps.pop()
             end = all_steps[-1].start + all_steps[-1].emitted if all_steps else 0
             counted = c.token_ids[: min(tokens, end)]
             kept = tuple(s for s in all_steps if s.start < tokens)
-            out[numbers[request]] = Written(module, counted, kept)
+            out[numbers[request]] = Written(module, counted, kept, tuple(prompt))
     return [w for w in out if w is not None]
 
 
@@ -147,6 +153,21 @@ def distinct_share(tokens: Sequence[int], n: int = GRAM) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
+def prompt_cut(prompt: Sequence[int], tokens: Sequence[int], n: int = GRAM) -> int:
+    """Where the text begins to repeat its prompt: the start of its first n-gram that stands in the
+    prompt; its length where none does."""
+    known = {tuple(prompt[i : i + n]) for i in range(len(prompt) - n + 1)}
+    starts = range(len(tokens) - n + 1)
+    return next((i for i in starts if tuple(tokens[i : i + n]) in known), len(tokens))
+
+
+def prompt_share(prompt: Sequence[int], tokens: Sequence[int], n: int = GRAM) -> float:
+    """n-grams of the text that stand in its prompt / its n-grams; 0 for a text of fewer than n."""
+    known = {tuple(prompt[i : i + n]) for i in range(len(prompt) - n + 1)}
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return sum(gram in known for gram in grams) / len(grams) if grams else 0.0
+
+
 # ----------------------------------------------------------------------------------- statistics
 
 
@@ -169,7 +190,13 @@ def tokens_and_steps(written: Sequence[Written], stops: Sequence[int]) -> dict[s
 def accepted(written: Sequence[Written], cut: bool = True) -> Estimate:
     """Mean tokens a step, bonus included; cut: of each text until it repeats itself."""
     stops = [repeat_cut(w.tokens) if cut else len(w.tokens) for w in written]
-    return over_modules(aligned(tokens_and_steps(written, stops)), ratio)
+    return accepted_before(written, stops)
+
+
+def accepted_before(written: Sequence[Written], stops: Sequence[int]) -> Estimate:
+    """Mean tokens a step of each text before its stop; None where no step counts."""
+    totals = {m: x for m, x in tokens_and_steps(written, stops).items() if x[1]}
+    return over_modules(aligned(totals), ratio) if totals else Estimate(None)
 
 
 def conditional(written: Sequence[Written], stops: Sequence[int], n: int) -> list[float | None]:
@@ -186,7 +213,8 @@ def outcomes(written: Sequence[Written]) -> tuple[Tensor, Tensor]:
     """(confidence [s, n], accepted [s, n] bool: draft k and all before it) of every whole step."""
     steps = [s for w in written for s in w.steps]
     n = len(steps[0].confidence) if steps else 0
-    confidence = torch.tensor([s.confidence for s in steps], dtype=torch.float64).view(-1, n)
+    confidence = torch.tensor([s.confidence for s in steps], dtype=torch.float64)
+    confidence = confidence.view(len(steps), n)
     emitted = torch.tensor([s.emitted for s in steps]).view(-1, 1)
     return confidence, torch.arange(n) < emitted - 1
 
@@ -218,31 +246,45 @@ def findings(study: Study, runs: Runs) -> Iterator[Finding]:
 
 
 def lengths(study: Study, runs: Runs) -> Finding:
-    rows = []
-    for name, written, cut in (
-        ("temperature 0, until it repeats itself", runs.greedy, True),
-        ("temperature 0, whole text", runs.greedy, False),
-        ("temperature 1, rejection", runs.sampled, False),
-    ):
-        stops = [repeat_cut(w.tokens) if cut else len(w.tokens) for w in written]
-        e, total = accepted(written, cut), tokens_and_steps(written, stops).values()
-        rows.append(
-            dict(
-                text=name, contexts=len(written), tokens=round(sum(t for t, _ in total)),
-                steps=sum(s for _, s in total), accepted=e.value, low=e.low, high=e.high,
-                repeats=sum(repeat_cut(w.tokens) < len(w.tokens) for w in written),
-                distinct=_mean([distinct_share(w.tokens) for w in written]),
-            )
-        )  # fmt: skip
-    s, n = study.sizes, study.stored.config.max_draft
+    def own(w: Written) -> int:
+        return repeat_cut(w.tokens)
+
+    def both(w: Written) -> int:
+        return min(own(w), prompt_cut(w.prompt, w.tokens))
+
+    def whole(w: Written) -> int:
+        return len(w.tokens)
+
+    rows = [
+        _length("temperature 0, until it repeats itself", runs.greedy, own),
+        _length("temperature 0, until it repeats itself or its prompt", runs.greedy, both),
+        _length("temperature 0, whole text", runs.greedy, whole),
+        _length("temperature 1, rejection", runs.sampled, whole),
+    ]
+    s, n, found = study.sizes, study.stored.config.max_draft, len(runs.greedy)
+    short = "" if found == s.contexts else f" ({s.contexts} were asked for; the texts have no more)"
     says = (
         f"Tokens a verification step emits (accepted drafts and one more) with {n} drafts, over "
-        f"{s.contexts} held-out contexts of up to {s.prompt} tokens, {s.written} tokens written "
+        f"{found} held-out contexts{short} of up to {s.prompt} tokens, {s.written} tokens written "
         f"for each. The headline is the first row: each text up to the place where {GRAM} of its "
         "tokens in a row come the second time, because text that repeats itself is easy to draft. "
-        f"repeats: texts that do; distinct: mean share of different {GRAM}-grams, whole texts."
+        f"repeats: texts that do; distinct: mean share of different {GRAM}-grams, whole texts; "
+        f"in_prompt: mean share of the {GRAM}-grams counted that stand in the prompt already."
     )
     return Finding("drafts.accepted", says, study.table(rows, "accepted tokens a step"))
+
+
+def _length(name: str, written: Sequence[Written], stop: Callable[[Written], int]) -> dict:
+    """A row: the texts, each up to its stop."""
+    stops = [stop(w) for w in written]
+    e, total = accepted_before(written, stops), tokens_and_steps(written, stops).values()
+    shares = [prompt_share(w.prompt, w.tokens[:end]) for w, end in zip(written, stops)]
+    return dict(
+        text=name, contexts=len(written), tokens=round(sum(t for t, _ in total)),
+        steps=sum(s for _, s in total), accepted=e.value, low=e.low, high=e.high,
+        repeats=sum(repeat_cut(w.tokens) < len(w.tokens) for w in written),
+        distinct=_mean([distinct_share(w.tokens) for w in written]), in_prompt=_mean(shares),
+    )  # fmt: skip
 
 
 def by_distinctness(study: Study, written: Sequence[Written]) -> Finding:

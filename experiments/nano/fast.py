@@ -1,13 +1,14 @@
 """The batched training path: the project's own model on many whole sequences at once.
 
-Nothing of the model is written twice. `deepinfer.model.Model` runs as it is, without a cache, over a
-flat batch of b sequences of t rows; only two slots know that the sequences are whole and equally long:
+Nothing of the model is written twice. `deepinfer.model.Model` runs as it is, without a cache, over
+a flat batch of b sequences of t rows; only two slots know that they are whole and equally long:
 
-    BatchedCSA2   the window as blocks of W queries against 2 W keys; picked entries gathered once per
-                  selection and shared by the layers that reuse it; the indexer's loss on the side
-    DenseExperts  all experts as one wide MLP whose activations the routing weights mask: at an expert
-                  width of 32 this is cheaper than sorting rows
-Both are held equal to `CSA2` and `Local` by tests.
+    BatchedCSA2   the window as blocks of W queries against 2 W keys; picked entries gathered once
+                  per selection and shared by the layers that reuse it, or all entries at once
+                  (dense: how training starts); the indexer's loss on the side
+    DenseExperts  all experts as one wide MLP whose activations the routing weights mask: at an
+                  expert width of 32 this is cheaper than sorting rows
+Tests hold them equal to `CSA2`, `Dense` and `Local`.
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ def without_logits(batch: Batch) -> Batch:
 def context(
     config: ModelConfig, ids: Tensor, *, fidelity: int = 1, tap: Tap | None = None,
     index_loss: IndexLoss | None = None, compiled: bool = False, dtype: torch.dtype | None = None,
-    constants: dict | None = None,
+    constants: dict | None = None, dense: bool = False,
 ) -> ForwardContext:
     """The forward of whole sequences ids [b, t] through the batched slots, without a cache.
 
     index_loss: collects the indexer's loss of this forward. compiled: fuse the elementwise work of
     attention and experts with torch.compile (worth its start on an accelerator). constants: of an
     earlier context of this model (`constants_of`), so that none is copied to the device again.
+    dense: every visible entry is attended to, as by the slot `Dense`, and nothing is picked.
     """
     info = EngineInfo(config, ids.device, dtype or torch.float32, ids.shape[0])
-    attention = BatchedCSA2(tuple(ids.shape), index_loss, compiled).start(info)
+    attention = BatchedCSA2(tuple(ids.shape), index_loss, compiled, dense).start(info)
     return ForwardContext(
         config=config, batch=batch_of(ids, config), ops=kernels.bind(), attention=attention,
         experts=DenseExperts(compiled).start(info), fidelity=fidelity, tap=tap,
@@ -96,10 +98,12 @@ class BatchedCSA2(CSA2):
     """CSA2 for `shape` = (b, t): b whole sequences of t rows, t a multiple of the window."""
 
     def __init__(
-        self, shape: tuple[int, int], index_loss: IndexLoss | None = None, compiled: bool = False
+        self, shape: tuple[int, int], index_loss: IndexLoss | None = None, compiled: bool = False,
+        dense: bool = False,
     ) -> None:
         super().__init__()
         self.shape, self.index_loss, self.compiled = shape, index_loss, compiled
+        self.dense = dense
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def start(self, info: EngineInfo) -> BatchedCSA2:
@@ -120,16 +124,21 @@ class BatchedCSA2(CSA2):
         keys = kv.index_key_rows(n)
         entry = torch.arange(n, device=keys.device)
         hidden = entry >= visible[:, None]
+        if self.dense:
+            if self.index_loss is not None:
+                self.index_loss.start_dense(layer, index, keys, hidden)
+            return Selected(hidden.new_full((b * t, 1), -1, dtype=torch.long))
         candidates = carried.candidates if layer.role == "reindex" and carried is not None else None
         with torch.no_grad():
             weigh = fused(weighted) if self.compiled else weighted
             query = index.query.unflatten(0, (b, t)).flatten(1, 2)
             dots = (query @ keys.mT).view(b * t, -1, n)
             scores = weigh(dots, index.weights).masked_fill(hidden, -torch.inf)
-            if layer.candidate_source and n > layer.candidate_blocks * layer.candidate_block_size:
-                candidates = blocks(scores, visible, layer.candidate_block_size, layer.candidate_blocks)
+            size = layer.candidate_block_size
+            if layer.candidate_source and n > layer.candidate_blocks * size:
+                candidates = blocks(scores, visible, size, layer.candidate_blocks)
             elif candidates is not None:
-                hidden = hidden | outside(candidates, n, layer.candidate_block_size)
+                hidden = hidden | outside(candidates, n, size)
                 scores = scores.masked_fill(hidden, -torch.inf)
             ids = best(scores, min(layer.top_k, n))
         if self.index_loss is not None:
@@ -139,11 +148,21 @@ class BatchedCSA2(CSA2):
     def attend(self, layer: LayerInfo, q: Tensor, kv, selected: Selected | None, plan: AttnPlan):
         if layer.index >= self._config.num_hidden_layers:  # a draft block lists its own keys
             return super().attend(layer, q, kv, selected, plan)
+        if self.dense and selected is not None:
+            every = kv.entries.stored.unflatten(0, self.shape)[:, layer.ratio - 1 :: layer.ratio]
+            look = fused(attend_dense) if self.compiled else attend_dense
+            out, mass = look(
+                q, kv.window.stored, every, layer.sink, layer.scale, layer.window, layer.ratio
+            )
+            if self.index_loss is not None:
+                self.index_loss.see_dense(mass)
+            return out
         gathered = None if selected is None else self._gather(kv.entries.stored, selected.places)
         none = None if selected is None else selected.places < 0
         look = fused(attend_whole) if self.compiled else attend_whole
         out, mass, lse = look(
-            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0], layer.window
+            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0],
+            layer.window,
         )
         if selected is not None and self.index_loss is not None:
             self.index_loss.see(q, kv.entries.stored, mass, lse, layer.scale)
@@ -167,41 +186,70 @@ def attend_whole(
     q: Tensor, keys: Tensor, gathered: Tensor | None, none: Tensor | None, sink: Tensor,
     scale: float, b: int, w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d" picked
-    entries with none "b*t k" True where there is no pick, sink "h".
+    """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d"
+    picked entries with none "b*t k" True where there is no pick, sink "h".
 
     -> out "b*t h d"; without gradient: mass "b*t k" of the picks, summed over heads, and the
-    log-sum-exp "b*t h" of each head's logits. A block of w queries sees its own and the previous
-    block of keys; row i of a block sees columns i+1 .. i+w of those 2 w.
+    log-sum-exp "b*t h" of each head's logits.
     """
     rows, h, d = q.shape
+    near, logits = near_logits(q, keys, scale, b, w)
+    if gathered is not None:
+        far = (q @ gathered.mT).to(logits.dtype) * scale
+        logits = torch.cat([logits, far.masked_fill(none[:, None], -torch.inf)], 2)
+    share, lse = with_sink(logits, sink)
+    near_share = share[..., : 2 * w].to(q.dtype).view(*near.shape[:2], w * h, 2 * w)
+    out = (near_share @ near).view(rows, h, d)
+    mass = share.new_zeros(rows, 0)
+    if gathered is not None:
+        out = out + share[..., 2 * w :].to(q.dtype) @ gathered
+        mass = share[..., 2 * w :].detach().sum(1)
+    return out, mass, lse.detach()
+
+
+def attend_dense(
+    q: Tensor, keys: Tensor, every: Tensor, sink: Tensor, scale: float, w: int, ratio: int
+) -> tuple[Tensor, Tensor]:
+    """As `attend_whole` over all visible entries: every "b n d", entry j of the tokens that end at
+    ratio * (j + 1) - 1. -> out "b*t h d" and, without gradient, mass "b*t n"."""
+    (rows, h, d), (b, n, _) = q.shape, every.shape
     t = rows // b
-    wide = acc_dtype(q)
+    near, logits = near_logits(q, keys, scale, b, w)
+    far = (q.view(b, t * h, d) @ every.mT).view(b, t, h, n).to(logits.dtype) * scale
+    visible = (torch.arange(t, device=q.device) + 1) // ratio
+    hidden = torch.arange(n, device=q.device) >= visible[:, None]
+    far = far.masked_fill(hidden[None, :, None], -torch.inf).view(rows, h, n)
+    share, _ = with_sink(torch.cat([logits, far], 2), sink)
+    near_share = share[..., : 2 * w].to(q.dtype).view(*near.shape[:2], w * h, 2 * w)
+    out = (near_share @ near).view(rows, h, d)
+    far_share = share[..., 2 * w :]
+    out = out + (far_share.to(q.dtype).reshape(b, t * h, n) @ every).view(rows, h, d)
+    return out, far_share.detach().sum(1)
+
+
+def near_logits(q: Tensor, keys: Tensor, scale: float, b: int, w: int) -> tuple[Tensor, Tensor]:
+    """(window keys "b n 2w d" of each block of w queries: its own block's and the one before,
+    logits "b*t h 2w"). Row i of a block sees columns i+1 .. i+w of its 2 w."""
+    rows, h, d = q.shape
+    t = rows // b
     block = keys.view(b, t // w, w, d)
     before = F.pad(block[:, :-1], (0, 0, 0, 0, 1, 0))
-    near = torch.cat([before, block], 2)  # b n 2w d
-    logits = (q.view(b, t // w, w * h, d) @ near.mT).view(b, t // w, w, h, 2 * w).to(wide) * scale
+    near = torch.cat([before, block], 2)
+    logits = (q.view(b, t // w, w * h, d) @ near.mT).view(b, t // w, w, h, 2 * w)
     row = torch.arange(w, device=q.device)[:, None]
     column = torch.arange(2 * w, device=q.device)
     seen = (column > row) & (column <= row + w)
     first = torch.arange(t // w, device=q.device)[:, None, None] == 0
     seen = seen & ~(first & (column < w))  # n w 2w
-    logits = logits.masked_fill(~seen[None, :, :, None], -torch.inf).view(rows, h, 2 * w)
-    if gathered is not None:
-        far = (q @ gathered.mT).to(wide) * scale
-        logits = torch.cat([logits, far.masked_fill(none[:, None], -torch.inf)], 2)
-    sinks = sink.to(wide).view(1, -1, 1).expand(rows, -1, 1)
-    logits = torch.cat([logits, sinks], 2)
-    lse = logits.logsumexp(2, keepdim=True)
-    share = torch.exp(logits - lse)
-    near_share = share[..., : 2 * w].to(q.dtype).view(b, t // w, w * h, 2 * w)
-    out = (near_share @ near).view(rows, h, d)
-    mass = share.new_zeros(rows, 0)
-    if gathered is not None:
-        far_share = share[..., 2 * w : -1]
-        out = out + far_share.to(q.dtype) @ gathered
-        mass = far_share.detach().sum(1)
-    return out, mass, lse.detach().squeeze(2)
+    logits = logits.to(acc_dtype(q)) * scale
+    return near, logits.masked_fill(~seen[None, :, :, None], -torch.inf).view(rows, h, 2 * w)
+
+
+def with_sink(logits: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax of logits "t h k" with a head's sink in the denominator, its log-sum-exp "t h")."""
+    sinks = sink.to(logits.dtype).view(1, -1, 1).expand(len(logits), -1, 1)
+    lse = torch.cat([logits, sinks], 2).logsumexp(2, keepdim=True)
+    return torch.exp(logits - lse), lse.squeeze(2)
 
 
 def weighted(dots: Tensor, weights: Tensor) -> Tensor:
@@ -244,9 +292,10 @@ class IndexLoss:
     """KL from the attention of the layers that use an indexer's picks to the softmax of its scores.
 
     The hard top-k passes the indexer no gradient, so it learns from what attention makes of its
-    picks: on every `every`-th query (from `phase` on), over the picked entries and `random` other
-    visible ones, target = attention mass of all heads and layers, normalised over that set (as
-    published for DeepSeek Sparse Attention). Inputs of the indexer are detached in the model.
+    picks: on every `every`-th query (from `phase` on; every divides a sequence), over the picked
+    entries and `random` other visible ones, target = attention mass of all heads and layers,
+    normalised over that set (as published for DeepSeek Sparse Attention). Inputs of the indexer are
+    detached in the model.
     """
 
     every: int
@@ -277,6 +326,24 @@ class IndexLoss:
         self.sources.append(
             dict(name=layer.name, at=at, place=place, scores=scores, none=entries < 0, mass=0)
         )
+
+    def start_dense(
+        self, layer: LayerInfo, index: IndexQuery, keys: Tensor, hidden: Tensor
+    ) -> None:
+        """The same where every visible entry is attended to: the set is all of them."""
+        b, n, _ = keys.shape
+        at = torch.arange(0, len(hidden), self.every, device=hidden.device) + self.phase
+        query, weights = taken(index.query, at), taken(index.weights, at)
+        dots = query.view(b, -1, query.shape[-1]) @ keys.mT
+        none = hidden[at]
+        scores = weighted(dots.view(len(at), -1, n), weights).masked_fill(none, -torch.inf)
+        self.sources.append(dict(name=layer.name, at=at, scores=scores, none=none, mass=0))
+
+    @torch.no_grad()
+    def see_dense(self, mass: Tensor) -> None:
+        """Add one layer's attention mass "b*t n"."""
+        s = self.sources[-1]
+        s["mass"] = s["mass"] + mass[s["at"]]
 
     @torch.no_grad()
     def see(self, q: Tensor, entries: Tensor, mass: Tensor, lse: Tensor, scale: float) -> None:

@@ -1,7 +1,7 @@
 """A step of work as one CUDA graph.
 
-A training step is some five thousand small kernels, a decoding step some five hundred; launching them
-takes longer than running them. A graph launches all of them at once.
+A training step is some five thousand small kernels, a decoding step some five hundred; launching
+them takes longer than running them. A graph launches all of them at once.
 """
 
 from __future__ import annotations

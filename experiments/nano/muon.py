@@ -1,6 +1,7 @@
 """The optimiser: Muon for matrices, AdamW for the rest, on FP32 master weights.
 
-    M = momentum M + g;  u = orthogonalised(g + momentum M);  w -= rate (0.2 sqrt(max(r, c)) u + decay w)
+    M = momentum M + g;  u = orthogonalised(g + momentum M)
+    w -= rate (0.2 sqrt(max(r, c)) u + decay w)
 The orthogonalisation is five Newton-Schulz steps in BF16 (Jordan et al. 2024), the factor makes the
 update as large as AdamW's (Liu et al. 2025). Matrices of one shape are worked off as one batch.
 The model computes with its own, rounded copies; each step writes them anew from the masters.
@@ -19,7 +20,7 @@ Rounding = Callable[[str, Tensor], Tensor]
 
 
 def orthogonalised(g: Tensor, steps: int = 5) -> Tensor:
-    """Matrices g "n r c" with their singular values pressed to about 1 (0.7 .. 1.2), in g's dtype."""
+    """Matrices g "n r c", their singular values pressed to about 1 (0.7 .. 1.2), in g's dtype."""
     x = g.to(torch.bfloat16 if g.device.type == "cuda" else g.dtype)
     wide = g.shape[-2] > g.shape[-1]
     x = x.mT if wide else x
@@ -48,8 +49,8 @@ class Optimiser:
 
     weights: {name: the model's tensor}. muon(name): True for matrices that Muon takes; 3-axis
     weights are stacks of matrices. rates: (Muon's, AdamW's); special: {suffix: rate} of single
-    AdamW weights. decays: of Muon's and of AdamW's
-    matrices, times the rate. clip: the largest norm of the AdamW weights' gradient.
+    AdamW weights. decays: of Muon's and of AdamW's matrices, times the rate. clip: the largest norm
+    of the AdamW weights' gradient.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Optimiser:
     @torch.no_grad()
     def step(self, scale: float | Tensor, rounding: Rounding | None = None) -> Tensor:
         """One step at `scale` times the rates. rounding(name, master): what the model computes with
-        (None: the master in the weight's dtype). Returns the norm of AdamW's gradient. Nothing waits
-        for the device, and without a rounding a step can be captured in a graph."""
+        (None: the master in the weight's dtype). Returns the norm of AdamW's gradient. Nothing
+        waits for the device, and without a rounding a step can be captured in a graph."""
         self.steps += 1
         grads = [stack([w.grad for w in g.weights], g.master.shape[1:]) for g in self.adam]
         norm = torch.stack([x.square().sum() for x in grads]).sum().sqrt()
@@ -138,7 +139,7 @@ def stack(tensors: list[Tensor], shape) -> Tensor:
 
 
 def schedule(step: int, steps: int, warmup: int, constant: float, last: float) -> float:
-    """Factor of the rates: linear warm-up, constant to `constant` of the steps, then linear to `last`."""
+    """Factor of the rates: linear warm-up, 1 to `constant` of the steps, then linear to `last`."""
     if step < warmup:
         return (step + 1) / warmup
     start = max(constant * steps, warmup)

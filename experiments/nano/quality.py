@@ -23,6 +23,8 @@ from experiments.nano.texts import (
     Document, Scored, pieces, token_nats, totals, xz_shares,
 )  # fmt: skip
 
+NOT_SHOWN = "not shown"  # what a table says where there is no evidence either way
+
 
 def findings(study: Study, stored: Sequence[Scored]) -> Iterator[Finding]:
     """The section, each finding as soon as it is measured. stored: held-out files, whole pieces."""
@@ -147,24 +149,43 @@ def by_position(study: Study, scored: Sequence[Scored]) -> Finding:
         whole.append(bucket_totals(scored, a, b, size))
         e = over_modules(aligned(every), ratio)
         f = over_modules(aligned(whole[-1]), ratio)
-        step = Estimate(None)
-        if len(whole) > 1:
-            step = over_modules(aligned(whole[-2], whole[-1]), rise)
+        step = risen(*whole[-2:]) if len(whole) > 1 else Estimate(None)
         rows.append(
             dict(
                 positions=f"{a}-{b - 1}", tokens=int(sum(n for _, n in every.values())),
                 nats_per_token=e.value, whole_tokens=int(sum(n for _, n in whole[-1].values())),
                 whole_nats=_number(f.value), rise_percent=_number(step.value),
-                low=step.low, high=step.high,
+                low=step.low, high=step.high, says=shown(step) if len(whole) > 1 else "",
             )
         )  # fmt: skip
     says = (
         "Loss by position in the piece, stored model: it must be flat or falling. whole_*: only "
         f"pieces of {size} tokens, so that every bucket has the same pieces; rise_percent: of "
-        "whole_nats over the bucket before, with its 95 % interval over modules. A bucket is worse "
-        "only where low is above 0."
+        "whole_nats over the bucket before, with its 95 % interval over the modules that have such "
+        "pieces. A bucket is worse only where low is above 0, and without an interval nothing is "
+        "shown."
     )
     return Finding("quality.position", says, study.table(rows, "nats per token by position"))
+
+
+def risen(before: dict[str, list[float]], after: dict[str, list[float]]) -> Estimate:
+    """% that nats a token rose by, over the modules that have tokens in both; None where none has.
+
+    before, after: module -> [nats, tokens]. Modules without tokens say nothing, so they must not
+    count towards the modules that an interval needs.
+    """
+    names = [m for m in before if before[m][1] and after[m][1]]
+    if not names:
+        return Estimate(None)
+    both = ({m: x[m] for m in names} for x in (before, after))
+    return over_modules(aligned(*both), rise)
+
+
+def shown(e: Estimate) -> str:
+    """What an interval says of a change, or why it shows nothing."""
+    if e.value is None:
+        return f"{NOT_SHOWN}: no such tokens"
+    return verdict(e) if e.low is not None else f"{NOT_SHOWN}: too few modules"
 
 
 def rise(x: Tensor) -> Tensor:
@@ -228,12 +249,12 @@ def more_context(study: Study, long: Sequence[Scored], short: Sequence[Scored]) 
                 row = found.setdefault(s.module, [0.0, 0.0])
                 row[0] += float(s.nats[here].sum())
                 row[1] += int(here.sum())
-        e = over_modules(aligned(near, far), rise)
+        e = risen(near, far)
         rows.append(
             dict(
                 positions=f"{size + a}-{size + b - 1}", tokens=int(sum(n for _, n in far.values())),
                 change_percent=_number(e.value), low=e.low, high=e.high,
-                says=verdict(e) if _number(e.value) is not None else "no such tokens",
+                says=shown(e),
             )
         )  # fmt: skip
     says = (

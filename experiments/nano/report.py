@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from experiments.nano import (
-    ablations, acceptance, calibration, drafts, evaluation, quality, routing, summary,
+    ablations, acceptance, calibration, checks, drafts, evaluation, quality, routing, summary,
 )  # fmt: skip
 from experiments.nano.calibration import Observed
 from experiments.nano.findings import Finding, Report
@@ -41,11 +41,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
                    help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    p.add_argument("--jobs", type=int, default=1, help="processes over documents, on a CPU")
-    p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
+    p.add_argument("--jobs", type=_count, default=1, help="processes over documents, on a CPU")
+    p.add_argument("--threads", type=_count, default=1, help="of torch's operations (default 1)")
     p.add_argument("--texts", type=Path, nargs=3, metavar=("HELDOUT", "PROSE", "DEV"),
                    help="folders of text files instead of the package's own texts")  # fmt: skip
     return p.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:6]) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 1024 is needed")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if o.device != "cpu":
         sizes = replace(sizes, rows=sizes.piece)  # an accelerator wants long steps
     try:
-        if o.device != "cpu" and o.jobs > 1:
-            raise ValueError("--jobs is for a CPU: an accelerator's state does not survive a fork")
+        check(o)
+        found = list(texts(o.texts, o.quick))
         stored = load(o.checkpoint, sizes, o.device)
         unquantised = load(o.unquantised, sizes, o.device)
-        heldout, prose, dev = (documents(stored.tokenizer, t) for t in texts(o.texts, o.quick))
+        heldout, prose, dev = (documents(stored.tokenizer, t) for t in found)
         study = Study(stored, unquantised, heldout, prose, dev, sizes, o.jobs)
         facts = dict(vars(o), out=None, texts=bool(o.texts), checkpoint=None, unquantised=None,
                      second_seed=None, only=list(o.only), torch=torch.__version__,
@@ -76,10 +82,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check(o: argparse.Namespace) -> None:
+    """ValueError for wishes that would fail only after long work."""
+    if o.device != "cpu" and o.jobs > 1:
+        raise ValueError("--jobs is for a CPU: an accelerator's state does not survive a fork")
+    if o.jobs > 1 and o.threads > 1:
+        raise ValueError(f"--jobs {o.jobs} --threads {o.threads}: jobs have one thread each")
+    if o.out is not None and (o.out.is_dir() or not o.out.parent.is_dir()):
+        raise ValueError(f"--out {o.out}: a file in a folder that is there is needed")
+    for wish in ("checkpoint", "unquantised", "second_seed"):
+        if getattr(o, wish) is not None:
+            checks.checkpoint(getattr(o, wish), "--" + wish.replace("_", "-"))
+
+
 def texts(folders: Sequence[Path] | None, quick: bool) -> Iterator[Sequence[str]]:
-    """Held-out, prose and dev texts: the package's own, or the files of three folders."""
+    """Held-out, prose and dev texts: the package's own, or the files of three folders.
+
+    ValueError for a folder without text.
+    """
     if folders is not None:
-        found = [[read_text(f) for f in sorted(x.rglob("*")) if f.is_file()] for x in folders]
+        found = [of_folder(folder) for folder in folders]
     else:
         from deepinfer import data
 
@@ -94,8 +116,21 @@ class Text(str):
     module: str
 
 
+def of_folder(folder: Path) -> list[Text]:
+    """The files of a folder that are not empty."""
+    if not folder.is_dir():
+        raise ValueError(f"--texts {folder}: no such folder")
+    found = [read_text(path) for path in sorted(folder.rglob("*")) if path.is_file()]
+    if not any(found):
+        raise ValueError(f"--texts {folder}: {len(found)} files, none with text in it")
+    return [text for text in found if text]
+
+
 def read_text(path: Path) -> Text:
-    text = Text(path.read_text("utf-8"))
+    try:
+        text = Text(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--texts: {path} is not UTF-8 text: {error}") from error
     text.module = path.stem.partition("-")[0]
     return text
 
@@ -148,7 +183,7 @@ class Drafting:
         self.seen = observed(self.runs, self.found)
         yield from acceptance.findings(study, self.found)
 
-    def figures(self, of_xz: float | None) -> dict[str, float | None]:
+    def figures(self, of_xz: float | None) -> dict[str, summary.Figure]:
         seen, bins = self.seen["1 - TV on text"], self.study.sizes.bins
         return summary.figures(of_xz, self.runs, self.length, seen, bins)
 
@@ -193,7 +228,7 @@ def observed(
     }
 
 
-def second_figures(folder: str, study: Study, device: str) -> dict[str, float | None]:
+def second_figures(folder: str, study: Study, device: str) -> dict[str, summary.Figure]:
     """Headline figures of another checkpoint on the same texts."""
     other = Study(
         load(folder, study.sizes, device), None, study.heldout, study.prose, study.dev,

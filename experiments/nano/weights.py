@@ -62,7 +62,7 @@ def _initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) 
 
 
 def _mixing_base(config: ModelConfig, name: str) -> Tensor:
-    """A site reads one stream, by layer number, writes to all, and mixes little: the published hint."""
+    """A site reads one stream, by layer number, writes to all, mixes little: the published hint."""
     m = config.hc_mult
     layer = int(re.search(r"\.(\d+)\.", name)[1])
     pre = torch.full((m,), -3.0)
@@ -82,7 +82,10 @@ def model_from(
     device: torch.device | str,
 ) -> Model:
     """A Model that holds `state`, unrounded but for dtype."""
-    return model_of(MemoryCheckpoint(config.replace(quantization=None), state, tokenizer), dtype, device)
+    plain = MemoryCheckpoint(config.replace(quantization=None), state, tokenizer)
+    model = model_of(plain, dtype, device)
+    model.config = config  # says how its weights will be stored, which `rounding` asks
+    return model
 
 
 def model_of(checkpoint: Any, dtype: torch.dtype, device: torch.device | str) -> Model:
@@ -106,8 +109,15 @@ def official(config: ModelConfig, held: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: x.detach().float().cpu() for name, x in out.items()}
 
 
+def finished(model: Model, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """{the model's weight name: FP32 weight} when a stage is over, unrounded where it was trained;
+    the model takes no gradients any more."""
+    model.requires_grad_(False)
+    return {**{n: p.detach() for n, p in model.named_parameters()}, **masters}
+
+
 def stacked(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state of official names as the model holds it, experts stacked; the inverse of `official`."""
+    """A state of official names as the model holds it, experts stacked: `official` backwards."""
     out: dict[str, Any] = {}
     for w in names.weights(config):
         if match := _EXPERT.fullmatch(w.name):
@@ -131,8 +141,8 @@ def rounding(config: ModelConfig):
 def write_both(
     folder: str | Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Any
 ) -> None:
-    """folder/unquantised: BF16; folder/stored: the same values in FP8 and FP4, which follow from the
-    former alone. Either is an official checkpoint."""
+    """folder/unquantised: BF16; folder/stored: the same values in FP8 and FP4, which follow from
+    the former alone. Either is an official checkpoint."""
     kept = {
         w.name: state[w.name] if w.storage == "f32" else round_storage(state[w.name], "bf16")
         for w in names.weights(config)

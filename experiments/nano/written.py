@@ -1,7 +1,7 @@
-"""Text that the target writes itself: what the drafter is trained on, for that is what it will draft.
+"""Text that the target writes itself: the drafter is trained on what it will have to draft.
 
-The loop is the engine's forward over its own cache, with whole batches of equally long sequences, so
-that nothing is done per sequence on the host.
+The loop is the engine's forward over its own cache, with whole batches of equally long sequences,
+so that nothing is done per sequence on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .graphs import Captured
 
 
 def prompts(splits: list[Split], n: int, length: int, seed: int) -> Tensor:
-    """[n, length] starts of text, cut anywhere, with a bos in front; an equal share of each split."""
+    """[n, length] starts of text, cut anywhere, bos in front; an equal share of each split."""
     streams = [Stream(s, seed + i) for i, s in enumerate(splits)]
     share = -(-n // len(streams))
     ids = np.concatenate([s.rows(share, length) for s in streams])[:n]
@@ -36,13 +36,13 @@ def prompts(splits: list[Split], n: int, length: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def write(
-    model: Model, starts: Tensor, length: int, temperatures: Tensor, *, seed: int, prefill: int = 64,
-    compiled: bool = False, capture: bool = False,
+    model: Model, starts: Tensor, length: int, temperatures: Tensor, *, seed: int,
+    prefill: int = 64, compiled: bool = False, capture: bool = False,
 ) -> Tensor:
     """[n, p + length]: starts [n, p] continued by the model at fidelity 1.
 
-    temperatures [n]: 0 picks the most likely token. prefill: sequences prefilled at a time. compiled,
-    capture: torch.compile for the prompts and a CUDA graph for the rest.
+    temperatures [n]: 0 picks the most likely token. prefill: sequences prefilled at a time.
+    compiled, capture: torch.compile for the prompts and a CUDA graph for the rest.
     """
     c, device = model.config, model.device
     n, p = starts.shape
@@ -102,9 +102,10 @@ def _step(
         behind = at - torch.arange(1, back + 1, device=device)
         lookback = out[:, behind.clamp(min=0)].masked_fill(behind < 0, -1)
         batch = Batch(
-            ids=out.index_select(1, at[None])[:, 0], positions=positions, seq=each, rows=torch.ones_like(each),
-            length=positions, pages=pages, state=states, lookback=lookback, logit_rows=each,
-            row_set=RowSet(positions, each, each, positions), reach=longest, max_rows=1,
+            ids=out.index_select(1, at[None])[:, 0], positions=positions, seq=each,
+            rows=torch.ones_like(each), length=positions, pages=pages, state=states,
+            lookback=lookback, logit_rows=each, row_set=RowSet(positions, each, each, positions),
+            reach=longest, max_rows=1,
         )
         ctx = ForwardContext(
             config=c, batch=batch, ops=ops, cache=cache, _shared=dict(constants), **slots

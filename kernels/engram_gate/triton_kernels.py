@@ -68,7 +68,8 @@ def backward(grad, streams, key, value, q_weight, k_weight, dead, d_streams, d_k
         here = row * (M * D) + at
         used = mask
         if dead is not None:  # a dead row counts as zeros, and passes its gradient on
-            used = mask & (tl.load(dead + row) == 0)
+            alive = M - M * tl.load(dead + row).to(tl.int32)  # a loaded bool is no mask everywhere
+            used = (i < alive)[:, None] & of_value[None, :]
         whole = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
         g = tl.where(used, whole, 0.0)
         s = tl.load(streams + here, mask=used, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ import torch
 
 import deepinfer as di
 from deepinfer.checkpoint import nano
+from deepinfer.checkpoint.header import CheckpointError
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.engine import weights
 from experiments.nano.config import nano_config
@@ -55,10 +56,54 @@ def test_every_file_is_there_and_together_they_are_small():
 
 def test_a_missing_file_is_named_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(nano.resources, "files", lambda name: tmp_path)
-    for name in nano.FILES[1:]:
+    for name in (*nano.FILES[1:], nano.SUMS):
         (tmp_path / name).touch()
     with pytest.raises(FileNotFoundError, match="lacks config.json; install the package again"):
         di.Engine.nano()
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The folder's files again, which Engine.nano then loads; links, so one is to be replaced."""
+    for name in (*nano.FILES, nano.SUMS):
+        (tmp_path / name).symlink_to(nano.folder() / name)
+    monkeypatch.setattr(nano.resources, "files", lambda name: tmp_path)
+    assert nano.verified() == tmp_path
+    return tmp_path
+
+
+def rewritten(path, data):
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", nano.FILES)
+def test_a_changed_file_never_loads(copy, name):
+    """64 bytes in the middle: values that would load, of any file."""
+    data = bytearray((copy / name).read_bytes())
+    middle = len(data) // 2
+    size = min(64, len(data) - middle)
+    data[middle : middle + size] = b"\0" * size
+    rewritten(copy / name, data)
+    with pytest.raises(CheckpointError, match=f"damaged: .*{name} has .*install the package again"):
+        di.Engine.nano()
+
+
+@pytest.mark.parametrize("change", ["empty", "half", "binary"])
+def test_changed_sums_are_no_way_round(copy, change):
+    whole = (copy / nano.SUMS).read_bytes()
+    changed = {"empty": b"", "half": whole[: len(whole) // 2], "binary": b"\xff" + whole}
+    rewritten(copy / nano.SUMS, changed[change])
+    with pytest.raises(CheckpointError, match="nano model is damaged: .*sha256.txt beside it says"):
+        di.Engine.nano()
+    (copy / nano.SUMS).unlink()
+    with pytest.raises(FileNotFoundError, match="lacks sha256.txt"):
+        di.Engine.nano()
+
+
+def test_the_sums_are_those_that_sha256sum_reads():
+    lines = (nano.folder() / nano.SUMS).read_text("ascii").splitlines()
+    assert lines == [f"{digest}  {name}" for name, digest in nano.sums(nano.folder()).items()]
 
 
 def test_an_archive_is_refused(tmp_path, monkeypatch):

@@ -240,9 +240,12 @@ def test_filters_that_leave_one_token_are_greedy(eng):
 
 def test_text_that_is_no_unicode_is_refused_with_its_index():
     tiny = di.Engine.tiny()
-    for call in (tiny.generate, tiny.add, tiny.stream):
+    for call in (tiny.generate, tiny.add, tiny.stream, tiny.score, tiny.encode):
         with pytest.raises(ValueError, match=r"Unicode: index 2 is the lone surrogate '\\ud8"):
-            call("ab\ud800c", **GREEDY)
+            call("ab\ud800c", **({} if call in (tiny.score, tiny.encode) else GREEDY))
+    for wrong in (b"ab", None, 3, ["ab"]):
+        with pytest.raises(ValueError, match=f"one string, got {type(wrong).__name__}"):
+            tiny.encode(wrong)
     bad, good = tiny.generate(["\udc00", "\U0001f600"], **GREEDY)
     assert "index 0" in str(bad.error) and good.error is None
     for empty in (torch.zeros(0, dtype=torch.long), torch.zeros(0), np.zeros(0)):

@@ -4,38 +4,19 @@
     pytest tests/kernels/test_mhc_gpu.py               without one: interpreted, float32
 """
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from kernel_laws import cases, results, take
+from triton_rig import CUDA, INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.mhc_collapse import fused_gpu as collapse
 from deepinfer.kernels.mhc_expand import fused_gpu as expand
 from deepinfer.kernels.mhc_mix import fused_gpu as mix
 
-CUDA = torch.cuda.is_available()
-TRITON = importlib.util.find_spec("triton") is not None
-if TRITON and not CUDA and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
-
-INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = 2e-6 if INTERPRETED else 2e-5  # a GPU's division and exp are a few units less exact
 OPS = {"mhc_collapse": collapse, "mhc_expand": expand, "mhc_mix": mix}
 
-interpreter = pytest.param(
-    "cpu",
-    id="interpreter",
-    marks=pytest.mark.skipif(
-        not (TRITON and INTERPRETED),
-        reason="triton is not installed" if not TRITON else "Triton compiles here: see -m gpu",
-    ),
-)
-gpu = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
-everywhere = pytest.mark.parametrize("device", [interpreter, gpu])
 each = pytest.mark.parametrize("op", OPS)
 
 

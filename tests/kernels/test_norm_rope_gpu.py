@@ -4,39 +4,20 @@
     pytest tests/kernels/test_norm_rope_gpu.py         without one: interpreted, float32
 """
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from kernel_laws import cases, take
+from triton_rig import CUDA, INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.rms_norm import fused_gpu as norm
 from deepinfer.kernels.rope import fused_gpu as rotary
 
-CUDA = torch.cuda.is_available()
-TRITON = importlib.util.find_spec("triton") is not None
-if TRITON and not CUDA and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
-
-INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = 1e-6 if INTERPRETED else 5e-6  # of float32; a GPU's square root is a unit less exact
 HALF_BOUNDS = {torch.float32: BOUND, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 OPS = {"rms_norm": norm, "rope": rotary}
 LEAVES = {"rms_norm": ("x", "weight"), "rope": ("x",)}
 
-interpreter = pytest.param(
-    "cpu",
-    id="interpreter",
-    marks=pytest.mark.skipif(
-        not (TRITON and INTERPRETED),
-        reason="triton is not installed" if not TRITON else "Triton compiles here: see -m gpu",
-    ),
-)
-gpu = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
-everywhere = pytest.mark.parametrize("device", [interpreter, gpu])
 each = pytest.mark.parametrize("op", OPS)
 
 

@@ -4,13 +4,10 @@
     pytest tests/kernels/test_round_gate_gpu.py            without one: interpreted, float32
 """
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from kernel_laws import cases, take
+from triton_rig import CUDA, INTERPRETED, everywhere, interpreter
 
 from deepinfer import kernels
 from deepinfer.kernels.cache_round import fused_gpu as rounding
@@ -19,28 +16,8 @@ from deepinfer.kernels.engram_gate import fused_gpu as gating
 from deepinfer.kernels.engram_gate.reference import engram_gate
 from deepinfer.kernels.formats import FORMATS
 
-CUDA = torch.cuda.is_available()
-TRITON = importlib.util.find_spec("triton") is not None
-if TRITON and not CUDA and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
-
-INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = 2e-6 if INTERPRETED else 2e-5  # a GPU's division and exp are a few units less exact
 
-interpreter = pytest.param(
-    "cpu",
-    id="interpreter",
-    marks=[
-        pytest.mark.skipif(
-            not (TRITON and INTERPRETED),
-            reason="triton is not installed" if not TRITON else "Triton compiles here: see -m gpu",
-        ),
-        # The interpreter computes in numpy, which warns where a kernel divides by zero.
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    ],
-)
-gpu = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
-everywhere = pytest.mark.parametrize("device", [interpreter, gpu])
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 

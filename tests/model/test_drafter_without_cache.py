@@ -126,6 +126,24 @@ def test_blocks_do_not_see_each_other(engine):
                 assert (x[i] - y[0]).abs().max() < 1e-11
 
 
+def test_steps_of_one_forward_share_nothing_but_the_models_constants(engine):
+    """Rows' angles, plans and places belong to one step, those of the target's forward to that."""
+    ids, model = texts(2), engine.model
+    ctx = context(model, [Work(row, logits="none") for row in ids.tolist()])
+    drafter, found = model.drafter, []
+    with torch.no_grad():
+        kept = drafter.sequence_context(model(ctx).rows, ctx)
+        before = dict(ctx._shared)
+        assert {key[0] for key in before} > {"frequencies"}
+        for at in (15, 30):
+            step = drafter.block_context(kept, *chosen(ids, [(1, at)]), ctx)
+            assert {key[0] for key in step._shared} == {"frequencies"}
+            found.append(drafter.states(*chosen(ids, [(1, at)])[1:], N, step)[1])
+            assert ctx._shared == before, "a draft step wrote into the forward's values"
+        for at, base in zip((15, 30), found):
+            assert (base - blocks(model, ids, [(1, at)])[1]).abs().max() < 1e-11
+
+
 def test_no_blocks(engine):
     ids, none = texts(1), torch.zeros(0, dtype=torch.long)
     ctx = context(engine.model, [Work(ids[0].tolist(), logits="none")])
@@ -139,14 +157,19 @@ def test_no_blocks(engine):
 
 def test_refusals(engine):
     ids, model = texts(1)[0].tolist(), engine.model
-    uneven = [Work(ids, logits="none"), Work(ids[:-1], logits="none")]
+    odd, even = ([Work(ids, logits="none"), Work(ids[:-n], logits="none")] for n in (1, 2))
     later = [Work(ids, start=4, before=ids[:3], logits="none")]
-    for works in (uneven, later, []):
+    for works in (odd, even, later, []):  # even: one length by their total, not by themselves
         ctx = context(model, works)
         rows = model(context(model, [Work(ids, logits="none")])).rows if works is later else None
         rows = rows or model(ctx).rows
         with pytest.raises(ValueError, match="sequences of one length, each from its position 0"):
             model.drafter.sequence_context(rows, ctx)
+    ctx = context(model, odd)  # lengths that only the device knows: their total still tells
+    rows = model(ctx).rows
+    rows = dataclasses.replace(rows, set=dataclasses.replace(rows.set, segments=None))
+    with pytest.raises(ValueError, match="lengths on the device"):
+        model.drafter.sequence_context(rows, ctx)
     ctx = context(model, [Work(ids, logits="none")])
     rows = dataclasses.replace(model(ctx).rows, features=())
     with pytest.raises(ValueError, match=r"reads layers \[7, 8, 9\], but 0 of them"):

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import lzma
 import platform
+import re
 import sys
 from types import SimpleNamespace
 
@@ -268,6 +270,31 @@ def test_the_shipped_texts_are_what_the_rule_makes(real, name):
 
 
 @shipped_python
+def test_the_readme_names_the_files_that_share_most_text(real):
+    found, parts = real
+    judging = {file.path for file in parts.heldout + parts.dev}
+    trained = {file.path for file in parts.library + parts.tests}
+    pairs = [
+        (*sorted((p.a, p.b), key=trained.__contains__), p) for p in parts.left if p.runs >= 20
+    ]
+    pairs = [(a, b, p) for a, b, p in pairs if a in judging and b in trained]
+    readme = (ship.FOLDER / "README.md").read_text("utf-8")
+    rows = [f"| `{a}` | `{b}` | {p.runs} | {100 * p.share:.1f} % |" for a, b, p in pairs[:4]]
+    assert "\n".join(rows) in readme
+
+    def runs(path):
+        text = next(file.text for file in found if file.path == path)
+        words = re.findall(r"\w+", text)
+        return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
+
+    every = [(runs(a), runs(b), a, b) for a, b, _ in pairs]
+    own, others, a, b = max(every, key=lambda x: len(x[0] & x[1]) / len(x[0]))
+    both = len(own & others)
+    said = f"`{a}`: `{b}` has {both} of its {len(own):,} runs, {100 * both / len(own):.0f} %"
+    assert said in readme.replace("\n", " ")
+
+
+@shipped_python
 @pytest.mark.slow
 def test_the_command_makes_the_corpus(real, tmp_path):
     """What training reads: the documents of each part, in the tokens stored beside them."""
@@ -300,6 +327,29 @@ def test_shipped_texts_are_not_overwritten_unasked(tmp_path):
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     ship.write(others, "3.11.9", "free\n", tmp_path, replace=True)
     assert before != {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_a_damaged_text_is_mended(tmp_path):
+    """Whatever is wrong with a file, the command makes it whole again, and touches no other."""
+    sets = {"heldout": [Source("a.py", "x = 1\n" * 99)], "dev": [Source("b.py", "y = 1\n")]}
+    ship.write(sets, "3.11.7", "free\n", tmp_path)
+    whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert set(whole) == {"heldout.txt.xz", "dev.txt.xz", "manifest.json", ship.LICENCE}
+    other = lzma.compress(b"x = 2\n")
+    for name, data in whole.items():
+        if name != "manifest.json":
+            for damaged in (b"", data[:-3], data[:4] + b"?" + data[5:], other, None):
+                file, before = tmp_path / name, (tmp_path / "manifest.json").stat().st_mtime_ns
+                file.unlink() if damaged is None else file.write_bytes(damaged)
+                ship.write(sets, "3.11.7", "free\n", tmp_path)
+                assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == whole
+                assert (tmp_path / "manifest.json").stat().st_mtime_ns == before
+    for damaged in (b"", b"[]", b"{}", whole["manifest.json"][:50]):
+        (tmp_path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(FileExistsError, match="manifest.json cannot be read.*--replace"):
+            ship.write(sets, "3.11.7", "free\n", tmp_path)
+        ship.write(sets, "3.11.7", "free\n", tmp_path, replace=True)
+        assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == whole
 
 
 def test_tables_are_left_out_of_training():

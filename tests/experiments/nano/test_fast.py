@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepinfer import kernels
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from deepinfer.slots.attention import CSA2
+from deepinfer.slots.attention import CSA2, Dense
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import EngineInfo, LayerInfo
 
@@ -37,25 +37,28 @@ def ids(seeded):
 
 def plain(ctx):
     info = EngineInfo(ctx.config, "cpu", torch.float64, B)
-    return replace(ctx, attention=CSA2().start(info), experts=Local().start(info))
+    attention = Dense() if ctx.attention.dense else CSA2()
+    return replace(ctx, attention=attention.start(info), experts=Local().start(info))
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("fidelity", [0, 1])
-def test_logits_equal_the_plain_slots(model, ids, fidelity):
-    ctx = fast.context(model.config, ids, fidelity=fidelity, dtype=torch.float64)
+def test_logits_equal_the_plain_slots(model, ids, fidelity, dense):
+    ctx = fast.context(model.config, ids, fidelity=fidelity, dtype=torch.float64, dense=dense)
     with torch.no_grad():
         batched, one_by_one = model(ctx).logits, model(plain(ctx)).logits
     assert one_by_one.std() > 0.1
     torch.testing.assert_close(batched, one_by_one, rtol=0, atol=1e-12)
 
 
-def test_gradients_equal_the_plain_slots(model, ids):
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_equal_the_plain_slots(model, ids, dense):
     found = {}
     held = dict(model.named_parameters())
     for name, p in held.items():
         p.requires_grad_(not name.startswith("mtp.") and "gate.bias" not in name)
     for way in ("batched", "plain"):
-        ctx = fast.context(model.config, ids, dtype=torch.float64)
+        ctx = fast.context(model.config, ids, dtype=torch.float64, dense=dense)
         logits = model(ctx if way == "batched" else plain(ctx)).logits
         logits.logsumexp(1).sum().backward()
         found[way] = {n: p.grad for n, p in held.items() if p.grad is not None}
@@ -70,6 +73,36 @@ def test_gradients_equal_the_plain_slots(model, ids):
         torch.testing.assert_close(
             found["batched"][name], found["plain"][name], rtol=1e-8, atol=1e-10, msg=name
         )
+
+
+def test_the_limit_of_swiglu_holds_in_every_expert(model, ids):
+    """At a limit that a good part of the rows reaches."""
+    found = {}
+    for limit in (0.5, 1e9):
+        config = model.config.replace(swiglu_limit=limit)
+        ctx = fast.context(config, ids, dtype=torch.float64)
+        with torch.no_grad():
+            found[limit] = model(ctx).logits
+            torch.testing.assert_close(found[limit], model(plain(ctx)).logits, rtol=0, atol=1e-12)
+    assert (found[0.5] - found[1e9]).abs().max() > 1e-2
+
+
+def test_constants_are_what_no_batch_changes(model, ids):
+    """Those of one forward serve another of other ids and another shape, and are not made again."""
+    contexts = [
+        fast.context(model.config, x, dtype=torch.float64) for x in (ids, ids[:2, :40] + 1)
+    ]
+    with torch.no_grad():
+        wanted = [model(ctx).logits for ctx in contexts]
+    first, second = (fast.constants_of(ctx) for ctx in contexts)
+    assert first.keys() == second.keys() and len(first) == 2 + len(model.config.engram_layer_ids)
+    for key, value in first.items():
+        pairs = zip(value, second[key]) if isinstance(value, tuple) else [(value, second[key])]
+        assert all(torch.equal(x, y) for x, y in pairs), key
+    again = fast.context(model.config, ids[:2, :40] + 1, dtype=torch.float64, constants=first)
+    with torch.no_grad():
+        assert torch.equal(model(again).logits, wanted[1])
+    assert all(again._shared[key] is value for key, value in first.items())
 
 
 def test_a_row_sees_nothing_of_later_rows_or_other_sequences(model, ids):
@@ -104,67 +137,121 @@ def test_best_gives_ties_to_the_lowest_entry():
 # ------------------------------------------------------------------------------ the indexer's loss
 
 
-def naive_index_loss(model, ids, name):
-    """KL over every visible entry of every row, from attention weights computed one row at a time."""
-    seen, attended = {}, []
+class Watching:
+    """Mixed into a plain slot: keeps what index sources were asked and gave, and who used it."""
 
-    class Watching(CSA2):
-        def select(self, layer: LayerInfo, index, kv, plan, carried):
-            picked = super().select(layer, index, kv, plan, carried)
-            self.source = layer.name
-            seen[layer.name] = (index, kv.index_key_rows(plan.reach[layer.ratio]), picked.ids, layer.ratio)
-            return picked
+    def select(self, layer: LayerInfo, index, kv, plan, carried):
+        picked = super().select(layer, index, kv, plan, carried)
+        self.source = layer.name
+        self.given[layer.name] = (index, kv.index_key_rows(plan.reach[layer.ratio]), picked, layer)
+        return picked
 
-        def attend(self, layer, q, kv, selected, plan):
-            if selected is not None and self.source == name:
-                attended.append((q, kv, plan, selected, layer))
-            return super().attend(layer, q, kv, selected, plan)
+    def attend(self, layer, q, kv, selected, plan):
+        if selected is not None:
+            self.users.setdefault(self.source, []).append((q, kv, plan, layer))
+        return super().attend(layer, q, kv, selected, plan)
 
+
+def watched(model, ids, slot=CSA2):
+    """The plain slot after a forward: given, users of each index source by its name."""
+    own = type("Watched", (Watching, slot), {})()
+    own.given, own.users = {}, {}
     ctx = fast.context(model.config, ids, dtype=torch.float64)
     info = EngineInfo(ctx.config, "cpu", torch.float64, B)
-    model(replace(ctx, attention=Watching().start(info), experts=Local().start(info)))
-    index, keys, picks, ratio = seen[name]
-    total, rows = 0.0, 0
-    for row in range(B * T):
-        entries = sorted(i for i in picks[row].tolist() if i >= 0)
-        if not entries:
+    with torch.no_grad():
+        model(replace(ctx, attention=own.start(info), experts=Local().start(info)))
+    return own
+
+
+def drawn(source, ratio, k):
+    """[rows, random] entries that IndexLoss drew beside k picks (-1: none), from their places."""
+    entries = source["place"] % T // ratio
+    return entries.masked_fill(source["none"][:, k:], -1)
+
+
+def naive_index_loss(plain, name, rows, other=None):
+    """KL over the picked entries of `rows` and `other` ones [rows, ...] (-1: none), from attention
+    weights computed one row at a time."""
+    index, keys, picked, source = plain.given[name]
+    total, count = 0.0, 0
+    for i, row in enumerate(rows):
+        picks = sorted(e for e in picked.ids[row].tolist() if e >= 0)
+        random = [] if other is None else [e for e in other[i].tolist() if e >= 0]
+        if not picks + random:
             continue
-        target = torch.zeros(len(entries), dtype=torch.float64)
-        for q, kv, plan, selected, layer in attended:
-            own = row // T * T
+        target = torch.zeros(len(picks) + len(random), dtype=torch.float64)
+        for q, kv, plan, layer in plain.users[name]:
             window = kv.window.gather(plan.window_ids[row])[plan.window_ids[row] >= 0]
-            places = [own + e * ratio + ratio - 1 for e in entries]
-            far = kv.entries.stored[places]
-            logits = torch.cat([q[row] @ window.T, q[row] @ far.T], 1) * layer.scale
-            logits = torch.cat([logits, layer.sink[:, None].double()], 1)
-            target += torch.softmax(logits, 1)[:, len(window) : -1].sum(0)
+            places = [row // T * T + (e + 1) * source.ratio - 1 for e in picks + random]
+            far = (q[row] @ kv.entries.stored[places].T * layer.scale).exp()
+            near = (q[row] @ window.T * layer.scale).exp().sum(1, keepdim=True)
+            attended = near + far[:, : len(picks)].sum(1, keepdim=True)
+            target += (far / (attended + layer.sink[:, None].double().exp())).sum(0)
         target = target / target.sum()
-        dots = torch.relu(index.query[row] @ keys[row // T][entries].T)
+        dots = torch.relu(index.query[row] @ keys[row // T][picks + random].T)
         law = (index.weights[row] @ dots).log_softmax(0)
         total += float((target * (target.log() - law)).sum())
-        rows += 1
-    return total / rows
+        count += 1
+    return total / count
 
 
-def test_index_loss_is_the_kl_from_attention_to_scores(model, ids):
-    """Without random entries, on every query: against a loop over rows."""
-    loss = fast.IndexLoss(every=1, random=0)
+NAMES = ("layers.2.attn", "layers.6.attn")  # an encoder source with reuse, a reindex layer
+
+
+@pytest.mark.parametrize("every, phase, random", [(1, 0, 0), (4, 3, 12)])
+@pytest.mark.parametrize("slot", [CSA2, Dense])
+def test_index_loss_is_the_kl_from_attention_to_scores(model, ids, every, phase, random, slot):
+    """Against a loop over rows. Random entries weigh what the row's own attention, which has not
+    seen them, would have given them; dense attention sees all and draws none."""
+    loss = fast.IndexLoss(every=every, random=random, phase=phase)
+    plain, dense = watched(model, ids, slot), slot is Dense
+    with torch.no_grad():
+        model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64, dense=dense))
+    terms, sources = loss.terms(), {s["name"]: s for s in loss.sources}
+    assert terms.keys() == {"layers.1.attn", "layers.2.attn", "layers.4.attn", "layers.6.attn"}
+    rows = range(phase, B * T, every)
+    for name in NAMES:
+        assert sources[name]["at"].tolist() == list(rows)
+        other = None
+        if random and not dense:
+            layer = plain.given[name][3]
+            other = drawn(sources[name], layer.ratio, layer.top_k)
+        wanted = naive_index_loss(plain, name, rows, other)
+        torch.testing.assert_close(float(terms[name]), wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_random_entries_are_all_that_may_be_picked_and_was_not(model, ids):
+    """Drawn so often that hardly one is missed: visible, of the candidate blocks where there are
+    any, never a pick, each once."""
+    loss = fast.IndexLoss(every=3, random=400, phase=2)
+    plain = watched(model, ids)
     with torch.no_grad():
         model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64))
-        terms = loss.terms()
-        assert terms.keys() == {"layers.1.attn", "layers.2.attn", "layers.4.attn", "layers.6.attn"}
-        for name in ("layers.2.attn", "layers.6.attn"):  # an encoder source with reuse, a reindex layer
-            torch.testing.assert_close(
-                float(terms[name]), naive_index_loss(model, ids, name), rtol=1e-8, atol=1e-10
-            )
+    missed, found, limited = 0, 0, 0
+    for source in loss.sources:
+        _, _, picked, layer = plain.given[source["name"]]
+        for row, other in zip(source["at"].tolist(), drawn(source, layer.ratio, layer.top_k)):
+            other = sorted(e for e in other.tolist() if e >= 0)
+            allowed = set(range((row % T + 1) // layer.ratio))
+            if layer.role == "reindex":
+                size, visible = layer.candidate_block_size, len(allowed)
+                kept = picked.candidates[row].tolist()
+                allowed = {e for e in allowed if e // size in kept}
+                limited += len(allowed) < visible
+            allowed -= set(picked.ids[row].tolist())
+            assert len(set(other)) == len(other), "an entry twice"
+            assert set(other) <= allowed
+            found, missed = found + len(other), missed + len(allowed) - len(other)
+    assert found > 100 * missed and limited > 30
 
 
-def test_index_loss_trains_the_indexer_and_nothing_else(model, ids):
+@pytest.mark.parametrize("dense", [False, True])
+def test_index_loss_trains_the_indexer_and_nothing_else(model, ids, dense):
     held = dict(model.named_parameters())
     for p in held.values():
         p.requires_grad_(True)
     loss = fast.IndexLoss(every=2, random=4, phase=1)
-    model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64))
+    model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64, dense=dense))
     sum(loss.terms().values()).backward()
     moved = {n for n, p in held.items() if p.grad is not None and p.grad.abs().sum() > 0}
     for p in held.values():
@@ -172,17 +259,6 @@ def test_index_loss_trains_the_indexer_and_nothing_else(model, ids):
         p.requires_grad_(False)
     indexer = {n for n in held if ".indexer." in n}
     assert moved == indexer
-
-
-def test_random_entries_are_visible_and_not_picked_twice(model, ids):
-    loss = fast.IndexLoss(every=1, random=16)
-    with torch.no_grad():
-        model(fast.context(model.config, ids, index_loss=loss, dtype=torch.float64))
-    for source in loss.sources:
-        none, mass = source["none"], source["mass"]
-        assert (~none).any() and torch.isfinite(mass[~none]).all()
-    widest = loss.sources[-1]["none"]
-    assert (~widest[:, model.config.index_topk :]).any(), "no random entry was ever drawn"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from experiments.nano.muon import Optimiser
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses what a capture refuses: values read, shapes that depend on values, data from the host."""
+    """Refuses what a capture refuses: values read, shapes that depend on values, host data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -58,13 +58,13 @@ def twice(step: Captured, **values) -> None:
         step.run()
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_a_backbone_step_never_waits(model, references, rounded):
+@pytest.mark.parametrize(("rounded", "dense"), [(False, False), (True, False), (False, True)])
+def test_a_backbone_step_never_waits(model, references, rounded, dense):
     rounding = weights.rounding(model.config) if rounded else None
     recipe = Backbone(rows=2, length=32, noise=0.1)
     balance = backbone.Balance(model.layers, recipe.bias_rates)
     step = backbone.step_of(
-        model, recipe, optimiser(model, "layers."), balance, False, False, rounding
+        model, recipe, optimiser(model, "layers."), balance, False, False, rounding, dense
     )
     twice(step, ids=torch.randint(5, 900, (2, 33)), phase=1, factor=0.5, bias_rate=1e-3)
 
@@ -92,7 +92,8 @@ def test_a_written_token_never_waits(model, references):
 def test_the_guard_sees_what_it_should():
     x = torch.arange(4)
     for waits in (
-        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]), lambda: x[x[0]],
+        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]),
+        lambda: x[x[0]],
     ):
         with OnDevice(), pytest.raises(AssertionError):
             waits()

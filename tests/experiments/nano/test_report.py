@@ -143,6 +143,48 @@ def test_a_missing_checkpoint_is_one_line(folders, capsys):
     assert bad == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_what_would_fail_later_is_refused_at_once(folders, capsys, monkeypatch, tmp_path):
+    root = folders[0]
+
+    def loaded(*_):
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(report, "load", loaded)
+
+    def refused(why, *more):
+        assert run(folders, *more) == 2
+        said = capsys.readouterr().err
+        assert why in said and len(said.splitlines()) == 1
+
+    refused("jobs have one thread each", "--jobs", "2", "--threads", "2")
+    refused("is for a CPU", "--jobs", "2", "--device", "cuda")
+    refused("--second-seed", "--second-seed", str(root))
+    refused("--checkpoint", "--checkpoint", str(root))
+    refused("a file in a folder that is there", "--out", str(root / "nowhere" / "out.json"))
+    refused("a file in a folder that is there", "--out", str(root))
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.py").touch()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "b.py").write_bytes(b"\xff\xfe\x00")
+    for name, why in (("nowhere", "no such folder"), ("hollow", "0 files, none with text"),
+                      ("empty", "1 files, none with text"), ("binary", "b.py is not UTF-8")):
+        for place in range(3):
+            three = [str(root / x) for x in ("heldout", "prose", "dev")]
+            three[place] = str(tmp_path / name)
+            refused(why, "--texts", *three)
+    with pytest.raises(AssertionError, match="it began"):
+        run(folders)
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--threads"])
+@pytest.mark.parametrize("count", ["0", "-1", "1.5", "many", "1025", "9" * 5000])
+def test_counts_are_whole_numbers_from_one_on(folders, capsys, option, count):
+    with pytest.raises(SystemExit) as stop:
+        run(folders, f"{option}={count}")
+    assert stop.value.code == 2 and "from 1 to 1024" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"format": "other"}))
     with pytest.raises(ValueError, match="no report"):

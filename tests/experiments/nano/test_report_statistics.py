@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,49 @@ def test_distinct_share_counts_different_n_grams(tokens, n):
     assert drafts.distinct_share(tokens, n) == (len(different) / len(grams) if grams else 1)
 
 
+@given(
+    st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=20),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_what_a_text_takes_from_its_prompt(prompt, tokens, n):
+    inside = [
+        any(prompt[j : j + n] == tokens[i : i + n] for j in range(len(prompt) - n + 1))
+        for i in range(len(tokens) - n + 1)
+    ]
+    share = sum(inside) / len(inside) if inside else 0
+    assert drafts.prompt_share(prompt, tokens, n) == share
+    cut = inside.index(True) if any(inside) else len(tokens)
+    assert drafts.prompt_cut(prompt, tokens, n) == cut
+
+
+def lengths(greedy, contexts=2):
+    sizes = SimpleNamespace(contexts=contexts, prompt=64, written=16)
+    study = SimpleNamespace(
+        sizes=sizes, stored=SimpleNamespace(config=SimpleNamespace(max_draft=5)),
+        table=lambda rows, title: rows,
+    )  # fmt: skip
+    return drafts.lengths(study, drafts.Runs(greedy, greedy))
+
+
+def test_the_table_says_how_much_is_copied_from_the_prompt():
+    text = written([4, 4, 1, 1, 1, 4])  # 16 tokens, of which 6..13 stand in its prompt
+    copied = Written("m", text.tokens, text.steps, (90, *range(6, 14), 91))
+    own = Written("m", text.tokens, text.steps, tuple(range(90, 120)))
+    rows = {row["text"]: row for row in lengths([copied, own]).table}
+    first = rows["temperature 0, until it repeats itself"]
+    assert first["in_prompt"] == pytest.approx((1 / 9 + 0) / 2)
+    both = rows["temperature 0, until it repeats itself or its prompt"]
+    assert both["in_prompt"] == 0 and both["tokens"] == 5 + 15 and first["tokens"] == 30
+    assert both["accepted"] == pytest.approx(20 / (1 + 1 / 4 + 6))
+    assert rows["temperature 0, whole text"]["in_prompt"] == first["in_prompt"]
+
+
+def test_the_table_says_where_there_are_fewer_contexts():
+    texts_ = [written([1, 2]), written([2])]
+    assert "over 2 held-out contexts of" in lengths(texts_).says
+    assert "over 2 held-out contexts (8 were asked for; " in lengths(texts_, 8).says
+
+
 # ------------------------------------------------------------------------------ accepted a step
 
 
@@ -170,6 +214,16 @@ def test_contexts_are_spread_over_modules_and_inside_files():
         assert 1 <= len(ids) <= 64
         assert ids == list(range(ids[0], ids[0] + len(ids)))  # one run of one file
     assert len({tuple(ids) for _, ids in found}) == 7
+
+
+def test_contexts_are_as_many_as_asked_for_where_the_texts_have_them():
+    """Modules without a usable file leave their share to others; nothing comes twice."""
+    docs = [texts.Document(m, tuple(range(300)), b"") for m in "abc"]
+    empty = [texts.Document(m, (7,), b"") for m in "defgh"]
+    assert [m for m, _ in drafts.contexts([*empty, *docs], 8, 64)] == list("aaabbbcc")
+    short = [texts.Document("z", (1, 2, 3), b"")]
+    assert drafts.contexts(short, 8, 64) == [("z", [1, 2])]
+    assert drafts.contexts(empty, 8, 64) == []
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=5))

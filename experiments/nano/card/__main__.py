@@ -1,0 +1,3 @@
+from experiments.nano.card import main
+
+raise SystemExit(main())
