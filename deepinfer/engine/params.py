@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 from deepinfer.rng import GREEDY_BELOW
 
@@ -150,3 +150,44 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 _with_named_refusals(SamplingParams)
+
+
+class Sampling(TypedDict, total=False):
+    """Fields of SamplingParams as keywords of generate, add and stream."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    ignore_eos: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    seed: int | None
+    grammar: Any
+
+
+def params_list(params: Any, sampling: Any, n: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt. ValueError when both forms are given or the count differs."""
+    if params is not None and sampling:
+        names = ", ".join(sampling)
+        raise ValueError(
+            f"params and {names} were both given: put the fields into SamplingParams"
+        )
+    if params is None:
+        params = SamplingParams(**sampling)
+    if isinstance(params, SamplingParams):
+        return [params] * n
+    each = list(params)
+    if len(each) != n or not all(isinstance(p, SamplingParams) for p in each):
+        raise ValueError(
+            f"params: {len(each)} for {n} prompts; give one SamplingParams, or one per prompt"
+        )
+    return each
+
+
+def require_timeout(timeout: float) -> float:
+    """Seconds from now. ValueError for what is no time."""
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: want None or seconds >= 0")
+    return float(timeout)

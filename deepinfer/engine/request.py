@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Iterator
 
 from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.text import Detokenizer
 from deepinfer.slots.protocols import ReplayPlan
 
 if TYPE_CHECKING:
@@ -154,6 +155,38 @@ class Completion:
         from deepinfer.display.completion import completion_html
 
         return completion_html(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedToken:
+    """One token of `eng.stream`: its id, the text it completes ('' inside a character), logprob."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+def completion(index: int, r: Request, tokenizer: Any) -> Completion:
+    """What a request gives back, as far as it has come."""
+    text = Detokenizer(tokenizer)
+    return Completion(
+        index=index,
+        prompt_token_ids=tuple(r.prompt),
+        token_ids=tuple(r.output),
+        text=text.all(r.output),
+        finish_reason=r.finish_reason or "running",
+        logprobs=tuple(r.logprobs),
+        steps=tuple(r.steps),
+        error=r.error,
+        top_logprobs=tuple(r.top_logprobs),
+        prompt_logprobs=tuple(r.prompt_logprobs),
+        pieces=tuple(text.push(t) for t in r.output),
+    )
+
+
+def failed(index: int, error: Exception) -> Completion:
+    """The Completion of a prompt that never became a request."""
+    return Completion(index, (), (), "", "error", (), (), error)
 
 
 class Completions(list[Completion]):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deepinfer.engine.batch import Work, build
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.text import byte_count
+from deepinfer.engine.text import byte_count, encode_prompt
 from deepinfer.model.context import Tap
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine
     from deepinfer.measure.table import Table
 
 
@@ -103,6 +105,27 @@ def score(logits: Tensor, ids: list[int], first: int, tokenizer) -> Score:
     wanted = torch.tensor(ids[first:], device=logits.device)
     logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
     return Score(tuple(ids), first, tuple(logprobs.tolist()), byte_count(tokenizer, ids[first:]))
+
+
+def score_text(
+    eng: Engine, index: int, text: str | Sequence[int], first: int, tokenizer: Any
+) -> Score:
+    """The Score of what follows the first `first` tokens of text number `index` of a list. Raises
+    ValueError naming it where nothing follows, or where a scored row has no logits."""
+    ids = encode_prompt(eng, text)
+    if first >= len(ids):
+        raise ValueError(
+            f"score: text {index} has {len(ids)} tokens and prompt={first}: nothing follows to be "
+            "scored; give a longer text or a smaller prompt"
+        )
+    logits = eng.logits(ids, prompt=first)[first - 1 : -1]
+    if not (finite := logits.isfinite().all(-1)).all():
+        at = first - 1 + int((~finite).nonzero()[0])
+        raise ValueError(
+            f"score: text {index}, position {at}: the replay policy {eng.slots['replay']!r} "
+            "dropped that row, or its logits are not finite; try replay='exact'"
+        )
+    return score(logits, ids, first, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""EngineFacts: what an engine is, has and has done, for reading. Nothing here changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.engine import weights
+from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.stats import Stats
+from deepinfer.engine.text import check_unicode
+from deepinfer.slots import registry
+from deepinfer.slots.protocols import SLOTS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deepinfer.measure.table import Table
+
+
+class EngineFacts:
+    """The readable part of an Engine."""
+
+    _shared: weights.Weights
+    _settings: EngineConfig
+    _slots: dict[str, Any]
+    _runtime: Runtime | None
+    _closed: bool
+
+    def _provenance(self) -> dict[str, object]:
+        raise NotImplementedError
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self._shared.config
+
+    @property
+    def source(self) -> str:
+        """Where the weights came from: a path as it was given, 'nano' or 'tiny(seed=0)'."""
+        return self._shared.source
+
+    @property
+    def settings(self) -> EngineConfig:
+        return self._settings
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def slots(self) -> dict[str, Any]:
+        """Slot name -> the settings object it was made with."""
+        return dict(self._slots)
+
+    @property
+    def model(self):
+        return self._shared.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer (a `tokenizers.Tokenizer`). Raises ValueError where it has none."""
+        if self._shared.tokenizer is None:
+            raise ValueError(f"{self._shared.source} has no tokenizer.json: pass token ids")
+        return self._shared.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and config, the same for the same bytes on any machine."""
+        return self._shared.fingerprint
+
+    @property
+    def exact(self) -> bool:
+        """False where a slot computes something else than the model (every repr then says so)."""
+        return not self.approximate_slots
+
+    @property
+    def approximate_slots(self) -> list[str]:
+        return [n for n in SLOTS if not registry.promises(self._slots[n], n).exact]
+
+    @property
+    def stats(self) -> Stats:
+        return Stats() if self._runtime is None else self._runtime.stats
+
+    @property
+    def kernels(self) -> Table:
+        """What ran: op, implementation, calls."""
+        from deepinfer.measure.table import Table
+
+        counts = {} if self._runtime is None else self._runtime.ops.counts
+        rows = [dict(op=op, implementation=i, calls=n) for (op, i), n in sorted(counts.items())]
+        return Table(rows, provenance=self._provenance())
+
+    @property
+    def memory(self) -> Table:
+        """Bytes by component: weights (shared between engines) and this engine's cache (0 before the
+        first step)."""
+        from deepinfer.measure.table import Table
+
+        cache = {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
+        parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
+        parts += [("cache", k, v) for k, v in cache.items()]
+        rows = [dict(part=p, component=c, bytes=b) for p, c, b in parts]
+        return Table(rows, provenance=self._provenance())
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Token ids of raw text, with bos in front unless told otherwise; no chat template.
+
+        ValueError for what is no text: bytes, None, a string with a lone surrogate.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"encode takes one string, got {type(text).__name__}")
+        check_unicode(text)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.config.bos_token_id, *ids] if bos else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)

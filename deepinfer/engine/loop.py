@@ -1,0 +1,172 @@
+"""Loop: the requests of one engine and the steps that serve them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepinfer import rng
+from deepinfer.engine import commit, step, teacher
+from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.request import Request
+from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.scheduler import Schedule, require_runnable
+from deepinfer.engine.text import token_bytes
+from deepinfer.slots.protocols import Prompt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deepinfer.measure.trace import Trace
+
+MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before the scheduler is blamed
+
+
+class Loop:
+    """requests: those that are not done with, by id; steps: run so far, teacher-forced passes and
+    steps that failed among them; traces: the engine's list, innermost last."""
+
+    def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
+        self.rt, self.tokenizer, self.traces = rt, tokenizer, traces
+        self.requests: dict[int, Request] = {}
+        self.steps = 0
+        self._count = 0
+        self._idle = 0
+
+    # -------------------------------------------------------------------------------- requests
+
+    def add(
+        self, ids: list[int], params: SamplingParams, deadline: float | None = None
+    ) -> Request:
+        """Queue the prompt `ids`. Raises ValueError for what this engine cannot run."""
+        rt, vocab = self.rt, self.rt.config.vocab_size
+        params.validate_for(vocab)
+        limit = rt.limits.model_len
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, this engine takes at most {limit - 1} "
+                f"(max_model_len={limit} with room for one): shorten it or raise max_model_len"
+            )
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
+        seed = params.seed
+        if seed is None:
+            seed = rng.request_seed(rt.settings.seed, self._count)
+        request = Request(self._count, ids, params, seed, deadline=deadline)
+        if params.grammar is not None:
+            words = token_bytes(self.tokenizer, vocab)
+            request.grammar = rt.slots["grammar"].compile(params.grammar, words).start()
+        request.plan = rt.replay_plan(Prompt(len(ids), wants_all_logits=params.prompt_logprobs))
+        if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
+            raise ValueError(
+                f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below "
+                f"{request.plan.rows_from[-1]}, whose log-probabilities do not exist; use "
+                "replay='exact'"
+            )
+        need = rt.room.most(request)
+        if rt.pages.ask(need) == "never":
+            raise ValueError(
+                f"the request needs {need} pages of {rt.limits.page_size} tokens, the pool has "
+                f"{rt.pages.size}: lower max_tokens or raise num_pages"
+            )
+        self._count += 1
+        self.requests[request.id] = request
+        rt.scheduler.add(request)
+        return request
+
+    def forget(self, request: Request) -> None:
+        """Drop a request; one that has not finished is aborted and gives back what it held."""
+        self.requests.pop(request.id, None)
+        if request.finished:
+            return
+        request.finish("abort")
+        self.rt.stats.finished["abort"] += 1
+        self.rt.scheduler.release(request)
+
+    # ----------------------------------------------------------------------------------- steps
+
+    def step(self) -> None:
+        """One step: schedule, forward, sample, commit, draft. An error or interrupt at any line
+        loses no page, slot or request."""
+        rt = self.rt
+        try:
+            self._expire()
+            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+            if schedule.shares:
+                self._run(schedule)
+        except BaseException:  # wherever it was: no page, slot or request is lost
+            rt.room.recover(self.requests.values())
+            rt.scheduler.recover(self.requests.values())
+            raise
+        self._idle = self._idle + 1 if schedule.kind == "idle" and rt.scheduler.unfinished else 0
+        if self._idle >= MOST_IDLE:
+            raise RuntimeError(
+                f"{rt.scheduler!r} scheduled nothing in {self._idle} steps while "
+                f"{rt.scheduler.unfinished} requests wait or run; {rt.pages!r}. Abort them, or look "
+                "at its schedule()"
+            )
+
+    def _expire(self) -> None:
+        """End the requests whose time is up. Without a timeout no clock is read."""
+        timed = [r for r in self.requests.values() if r.deadline is not None and not r.finished]
+        if not timed:
+            return
+        now = time.monotonic()
+        for request in timed:
+            if request.deadline is not None and now >= request.deadline:
+                self.rt.room.end(request, "timeout")
+                self.rt.scheduler.release(request)
+
+    @torch.inference_mode()
+    def _run(self, schedule: Schedule) -> None:
+        rt, requests = self.rt, [s.request for s in schedule.shares]
+        try:
+            result = step.run(rt, schedule, self.tap([r.id for r in requests]))
+            commit.commit(rt, result, self.steps, schedule.kind)
+            shares = [result.shares[i] for i in result.emitters]
+            going = [s.request for s in shares if not s.request.finished]
+            step.propose(rt, going, self.tap([r.id for r in going]))
+            for trace in self.traces:
+                trace.settle(self.steps, {r.id: r.computed for r in requests})
+        except BaseException:
+            commit.undo(rt, schedule)
+            raise
+        finally:  # rows of a step that failed keep its number to themselves
+            self.steps += 1
+
+    # -------------------------------------------------------------------------- teacher forcing
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], prompt: int | None, chunks: Sequence[int] | None) -> Tensor:
+        """[t, v] teacher-forced logits; see Engine.logits."""
+        most = self.rt.limits.model_len
+        if len(ids) > most:
+            raise ValueError(f"{len(ids)} ids, this engine holds max_model_len={most}")
+        sizes = None if chunks is None else list(chunks)
+        tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
+        try:
+            out = teacher.forced_logits(self.rt, ids, prompt, sizes, tap_of)
+            for trace in self.traces:
+                trace.settle(self.steps, {-1: len(ids)})
+        finally:
+            self.steps += 1
+        return out
+
+    # ---------------------------------------------------------------------------------- traces
+
+    def tap(self, request_ids: list[int]) -> Callable | None:
+        """What shows every named value of a step to the traces; None where there are none."""
+        if not self.traces:
+            return None
+        requests = torch.tensor(request_ids, dtype=torch.long, device=self.rt.model.device)
+
+        def tap(name: str, x: Tensor, rows) -> Tensor:
+            for trace in list(self.traces):
+                x = trace.see(name, x, rows, requests, self.steps)
+            return x
+
+        return tap
