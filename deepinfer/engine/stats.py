@@ -1,14 +1,43 @@
-"""What an engine counts. No clock: the same run gives the same counters everywhere."""
+"""What an engine counts and how long it took.
+
+    eng.stats                  the counters: the same run gives the same ones everywhere, no clock
+    eng.stats.times()          speeds, time to first token, where a step's time went
+    eng.stats.by_step()        a row a step, the last ones            .by_request() a row a request
+    eng.stats.timeline()       host and device lanes, idle gaps       .to_json(path), .reset()
+
+Totals are of everything since the engine was made or `reset`. Of single steps and requests the last
+`held_steps` and `held_requests` are kept, and percentiles are of those.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.engine import stats_tables
+from deepinfer.engine.device_clock import DeviceClock
+from deepinfer.engine.records import HostLane, RequestRecord, StepRecord, Tally, percentile
+
+if TYPE_CHECKING:
+    from deepinfer.engine.request import Request
+    from deepinfer.engine.room import Room
+    from deepinfer.engine.scheduler import Share
+    from deepinfer.engine.timeline import Timeline
+    from deepinfer.measure.table import Table
+
+HELD_STEPS = 4096  # about 4 MB of records
+HELD_REQUESTS = 1024
+HELD_GAPS = 65536  # times between tokens, of all requests together
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class Stats:
-    """Counters since the engine was made. drafted / accepted: by draft depth, 0 first."""
+    """Counters since the engine was made. drafted / accepted: by draft depth, 0 first; survival:
+    the drafter's own probabilities that a draft of this depth is accepted, summed like them."""
 
     steps: int = 0
     prefill_steps: int = 0
@@ -16,11 +45,108 @@ class Stats:
     mixed_steps: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
+    row_limit: int = 0
     tokens: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
+    sum_seqlen_qxk: int = 0
+    max_seqlen_k: int = 0
+    peak_running: int = 0
+    peak_waiting: int = 0
+    peak_kv_usage: float = 0.0
+    ended_prompt_tokens: int = 0
+    ended_tokens: int = 0
     finished: Counter = field(default_factory=Counter)
     drafted: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)
+    survival: Counter = field(default_factory=Counter)
+
+    held_steps: int = HELD_STEPS
+    held_requests: int = HELD_REQUESTS
+    clock: DeviceClock = field(default_factory=DeviceClock, repr=False)
+
+    def __post_init__(self) -> None:
+        self._live: dict[int, RequestRecord] = {}
+        self._host = HostLane()
+        self._marks: deque[list[Any]] = deque()  # [record, begin, end] of device work not read yet
+        self._clear()
+
+    def _clear(self) -> None:
+        self.step_records: deque[StepRecord] = deque(maxlen=self.held_steps)
+        self.request_records: deque[RequestRecord] = deque(maxlen=self.held_requests)
+        self.gaps: deque[float] = deque(maxlen=HELD_GAPS)
+        self.seconds = Counter[str]()  # of steps by kind, without the time in which nothing waited
+        self.host_seconds = Counter[str]()  # by phase
+        self.device_seconds = 0.0
+        self.tallies = {name: Tally() for name in ("queue", "TTFT", "TPOT", "latency", "ITL")}
+        self._preempted = 0  # preemptions up to the step before
+        self._last_stop: float | None = None  # of the step before; None where it left nothing to do
+
+    def reset(self) -> None:
+        """Count from here on. Requests that are in the engine keep their own records."""
+        for f in fields(self):
+            if f.name not in ("held_steps", "held_requests", "clock"):
+                setattr(self, f.name, Counter() if f.default_factory is Counter else f.default)
+        self._clear()
+
+    # ------------------------------------------------------------------------- recording: steps
+
+    def begin(self, step: int) -> StepRecord:
+        """A step begins, with the phase 'schedule'. It counts once it is `close`d."""
+        record = StepRecord(step)
+        if self._last_stop is None and not self._marks:
+            self.clock.anchor()
+        record.began = self._host.turn(record, "schedule")
+        return record
+
+    def turn(self, record: StepRecord, phase: str) -> None:
+        """The host goes on with this phase of this step. See `records.PHASES`."""
+        self._host.turn(record, phase)
+
+    def device_begin(self, record: StepRecord) -> None:
+        """What the device is given from here on belongs to this step."""
+        self._marks.append([record, self.clock.mark(), None])
+
+    def device_end(self, record: StepRecord) -> None:
+        """That was all, until the next `device_begin`."""
+        if self._marks and self._marks[-1][0] is record:
+            self._marks[-1][2] = self.clock.mark()
+
+    def ran(
+        self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[tuple],
+        row_limit: int,
+    ) -> None:
+        """What this step ran: shares with their verified drafts; row_limit: most rows of a step."""
+        record.kind, record.requests = kind, len(shares)
+        shortest = 0
+        for share, drafted in zip(shares, drafts):
+            request, seqlen_k = share.request, share.stop + len(drafted)
+            rows = seqlen_k - share.start
+            if share.decode:
+                record.decode_rows += rows
+                record.verified += len(drafted)
+            else:
+                record.prefill_rows += rows
+                record.chunked += share.stop < request.length
+            record.sum_seqlen_qxk += rows * seqlen_k
+            record.max_seqlen_k = max(record.max_seqlen_k, seqlen_k)
+            shortest = min(shortest or seqlen_k, seqlen_k)
+            live = self._live.get(request.id)
+            if live is not None and live.scheduled is None:
+                live.scheduled = record.began
+                self.prompt_tokens += live.prompt_tokens
+        record.min_seqlen_k = shortest
+        self.steps += 1
+        self.prefill_steps += kind == "prefill"
+        self.decode_steps += kind == "decode"
+        self.mixed_steps += kind == "mixed"
+        self.prefill_rows += record.prefill_rows
+        self.decode_rows += record.decode_rows
+        self.row_limit += row_limit
+        self.sum_seqlen_qxk += record.sum_seqlen_qxk
+        self.max_seqlen_k = max(self.max_seqlen_k, record.max_seqlen_k)
 
     def count(self, kind: str, rows: list[tuple[bool, int]]) -> None:
         """A step of this kind; rows: for each sequence whether it decodes, and its rows."""
@@ -31,6 +157,101 @@ class Stats:
         self.decode_rows += sum(n for decode, n in rows if decode)
         self.prefill_rows += sum(n for decode, n in rows if not decode)
 
+    def close(self, record: StepRecord, room: Room, unfinished: int) -> None:
+        """The step is committed. unfinished: requests that are left."""
+        record.ended = now = self._host.turn(None)
+        self._read_marks(record)
+        record.unfinished = unfinished
+        record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
+        record.running = room.states.size - room.states.free
+        record.waiting = max(unfinished - record.running, 0)
+        record.kv_usage = room.pages.used / room.pages.size
+        record.state_usage = record.running / room.max_num_seqs
+        self.peak_running = max(self.peak_running, record.running)
+        self.peak_waiting = max(self.peak_waiting, record.waiting)
+        self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
+        since = record.began if self._last_stop is None else self._last_stop
+        self.seconds[record.kind] += now - since
+        for phase, start, stop in record.host:
+            self.host_seconds[phase] += stop - start
+        self.device_seconds += record.device_seconds
+        self._last_stop = now if unfinished else None
+        self.step_records.append(record)
+
+    def drop(self, record: StepRecord) -> None:
+        """The step ran nothing, or failed: it is not recorded."""
+        self._host.turn(None)
+        self._marks = deque(m for m in self._marks if m[0] is not record)
+
+    def _read_marks(self, record: StepRecord) -> None:
+        while self._marks and self._marks[0][0] is record:
+            _, begin, end = self._marks.popleft()
+            if end is not None:
+                record.device.append((self.clock.read(begin), self.clock.read(end)))
+
+    # ---------------------------------------------------------------------- recording: requests
+
+    def arrived(self, request: Request) -> None:
+        """A request was added."""
+        self._live[request.id] = RequestRecord(request.id, len(request.prompt), perf_counter())
+        self.requests += 1
+
+    def found(self, request: Request, tokens: int) -> None:
+        """A request begins with this many prompt tokens that the prefix cache had. Where one that
+        gave way begins again, what it finds is no saving and is not counted."""
+        live = self._live.get(request.id)
+        if live is not None and live.scheduled is None:
+            self.cached_tokens += tokens - live.cached_tokens
+            live.cached_tokens = tokens
+
+    def emitted(
+        self, record: StepRecord, request: Request, kept: int, accepted: int, drafted: int
+    ) -> None:
+        """A request got `kept` tokens, `accepted` of them from the `drafted` drafts it verified."""
+        self.tokens += kept
+        record.tokens += kept
+        record.accepted += accepted
+        survival = request.draft.survival if drafted else ()
+        for depth in range(drafted):
+            self.drafted[depth] += 1
+            self.accepted[depth] += depth < accepted
+            self.survival[depth] += survival[depth]
+        live = self._live.get(request.id)
+        if live is None or not kept:
+            return
+        now = perf_counter()
+        if live.last_token is None:
+            live.first_token = now
+        else:
+            gap = now - live.last_token
+            live.gaps.append(gap)
+            self.gaps.append(gap)
+            self.tallies["ITL"].add(gap)
+        live.last_token = now
+        live.tokens += kept
+
+    def ended(self, request: Request) -> None:
+        """A request has finished, for the reason that it says."""
+        self.finished[request.finish_reason] += 1
+        live = self._live.pop(request.id, None)
+        if live is None:
+            return
+        live.ended, live.finish_reason = perf_counter(), request.finish_reason
+        live.preemptions = request.preemptions
+        gaps = sorted(live.gaps)
+        if gaps:
+            p50, p90, p99 = (percentile(gaps, share) or 0.0 for share in (0.5, 0.9, 0.99))
+            live.itl = (p50, p90, p99)
+        live.gaps = []
+        self.ended_prompt_tokens += live.prompt_tokens
+        self.ended_tokens += live.tokens
+        for name in ("queue", "TTFT", "TPOT", "latency"):
+            value = live.seconds()[name]
+            if value is not None:
+                self.tallies[name].add(value)
+        self.request_records.append(live)
+
+    # --------------------------------------------------------------------------------- reading
     @property
     def acceptance(self) -> float | None:
         """Accepted share of the verified drafts, None before the first."""
@@ -43,26 +264,60 @@ class Stats:
         anchors = self.decode_rows - sum(self.drafted.values())
         return (anchors + sum(self.accepted.values())) / anchors if anchors else None
 
-    def table(self):
-        """name, value rows; drafts by depth."""
-        from deepinfer.measure.table import Table
+    @property
+    def confidence_error(self) -> float | None:
+        """How far the drafter's survival is from the accepted share: the difference of the two
+        means per depth, averaged over the verified drafts. None before the first."""
+        total = sum(self.drafted.values())
+        off = sum(abs(self.survival[d] - self.accepted[d]) for d in self.drafted)
+        return off / total if total else None
 
-        rows = [
-            dict(name=n, value=getattr(self, n))
-            for n in (
-                "steps", "prefill_steps", "decode_steps", "prefill_rows", "decode_rows", "tokens",
-                "acceptance", "tokens_per_step",
-            )
-        ]
-        rows += [
-            dict(name=n, value=getattr(self, n))
-            for n in ("mixed_steps", "preemptions") if getattr(self, n)
-        ]
-        rows += [dict(name=f"finished {k}", value=v) for k, v in sorted(self.finished.items())]
-        for depth in sorted(self.drafted):
-            rows.append(dict(name=f"draft {depth + 1} verified", value=self.drafted[depth]))
-            rows.append(dict(name=f"draft {depth + 1} accepted", value=self.accepted[depth]))
-        return Table(rows)
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the prompt tokens of requests that began which the prefix cache had."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the time with work to do in which the device did nothing. None before a step."""
+        seconds = sum(self.seconds.values())
+        return 1 - self.device_seconds / seconds if seconds else None
+
+    def table(self) -> Table:
+        """name, value: every counter, drafts by depth; nothing that a clock said."""
+        return stats_tables.counters(self)
+
+    def times(self, last: int = 100) -> Table:
+        """name, unit, all: since the beginning, last: of the last `last` steps that are held.
+        Percentiles are of the requests and the times between tokens that are held."""
+        return stats_tables.times(self, last)
+
+    def by_step(self, *, times: bool = True) -> Table:
+        """A row a step that is held; times=False leaves out what a clock said."""
+        return stats_tables.rows(self.step_records, times, "steps")
+
+    def by_request(self, *, times: bool = True) -> Table:
+        """A row a finished request that is held, as they finished; times as of `by_step`."""
+        return stats_tables.rows(self.request_records, times, "requests")
+
+    def timeline(self, last: int | None = None) -> Timeline:
+        """The lanes of the last steps (None: of all that are held)."""
+        from deepinfer.engine.timeline import Timeline
+
+        held = list(self.step_records)
+        return Timeline(held if last is None else held[max(len(held) - last, 0) :])
+
+    def line(self, last: int = 100) -> str:
+        """One line for a log: speeds of the last steps, what runs and waits, drafts, hits."""
+        return stats_tables.line(self, last)
+
+    def json(self) -> dict[str, Any]:
+        """Totals, steps and requests as plain dicts and lists; times in seconds."""
+        return stats_tables.as_dict(self)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """`json()` as text, also written to a file where one is named."""
+        return stats_tables.as_json(self, path)
 
     def __repr__(self) -> str:
         return repr(self.table())
