@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule
 from deepinfer.engine.step import StepResult
 
 
-def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
+def commit(rt: Runtime, result: StepResult, record: StepRecord, kind: str) -> None:
     """Write a step's result into its requests and release those that finished."""
-    stats = rt.stats
-    stats.count(
-        kind, [(s.decode, s.stop - s.start + len(d)) for s, d in zip(result.shares, result.drafts)]
-    )
+    stats, step = rt.stats, record.step
+    stats.wait(record)
+    stats.turn(record, "post-process")
+    stats.ran(record, kind, result.shares, result.drafts, rt.limits.rows)
     for share in result.shares:
         share.request.computed = share.stop
     guarded = [(share.request, prompt_logprobs, (result, i, step)) for i, share in enumerate(result.shares)]
     guarded += [
-        (result.shares[i].request, emit, (rt, result, b, step)) for b, i in enumerate(result.emitters)
+        (result.shares[i].request, emit, (rt, result, b, record)) for b, i in enumerate(result.emitters)
     ]
     for request, write, arguments in guarded:
         try:
@@ -33,7 +34,7 @@ def commit(rt: Runtime, result: StepResult, step: int, kind: str) -> None:
             request.finish("error", error)
     for share in result.shares:
         if share.request.finished:
-            stats.finished[share.request.finish_reason] += 1
+            stats.ended(share.request)
             rt.scheduler.release(share.request)
 
 
@@ -56,7 +57,7 @@ def undo(rt: Runtime, schedule: Schedule) -> None:
             request.restart()
 
 
-def emit(rt: Runtime, result: StepResult, b: int, step: int) -> None:
+def emit(rt: Runtime, result: StepResult, b: int, record: StepRecord) -> None:
     """Append emitter b's accepted tokens one by one, stopping where a stop, an error or the length
     says so."""
     i, target = result.emitters[b], result.target
@@ -76,17 +77,14 @@ def emit(rt: Runtime, result: StepResult, b: int, step: int) -> None:
     for j in range(count):
         if not bool(target.dist.finite[rows[j]]):
             place = f"output position {len(request.output)}"
-            request.finish("error", non_finite(request, step, j, place))
+            request.finish("error", non_finite(request, record.step, j, place))
             break
         source = "draft" if j < count - 1 else "target"
-        append(rt, request, tokens[j], target.dist.logprobs[rows[j]], TokenStep(step, j, source))
+        append(rt, request, tokens[j], target.dist.logprobs[rows[j]], TokenStep(record.step, j, source))
         kept += 1
         if request.finished:
             break
-    rt.stats.tokens += kept
-    for depth in range(len(drafts)):
-        rt.stats.drafted[depth] += 1
-        rt.stats.accepted[depth] += depth < min(kept, count - 1)
+    rt.stats.emitted(record, request, kept, min(kept, count - 1), len(drafts))
     request.computed = before + max(kept - 1, 0)
 
 

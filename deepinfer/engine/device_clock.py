@@ -14,7 +14,10 @@ import torch
 
 
 class DeviceClock:
-    """A device whose work runs inside the call that starts it."""
+    """A device whose work runs inside the call that starts it. host_phase: what the host does during
+    that call."""
+
+    host_phase = "wait"
 
     def anchor(self) -> None:
         """The device has nothing to do: tie its clock to the host's, if it has one of its own."""
@@ -22,6 +25,9 @@ class DeviceClock:
     def mark(self) -> Any:
         """A point in the device's work, behind all that was launched so far."""
         return perf_counter()
+
+    def wait(self, mark: Any) -> None:
+        """Return when the device has passed the mark."""
 
     def read(self, mark: Any) -> float:
         """The mark's time on the host's axis, in seconds. Marks are read in the order of taking."""
@@ -31,6 +37,8 @@ class DeviceClock:
 class CudaClock(DeviceClock):
     """Events of the current stream. The distance of an event to the one read before it is added up:
     the distance itself is a 32-bit float of milliseconds, which is coarse after some minutes."""
+
+    host_phase = "launch"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,6 +54,9 @@ class CudaClock(DeviceClock):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
 
     def read(self, mark: Any) -> float:
         mark.synchronize()  # passed long ago, unless the step ended early

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepinfer import rng
 from deepinfer.engine import commit, step, teacher
 from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule, require_runnable
@@ -75,6 +76,7 @@ class Loop:
             )
         self._count += 1
         self.requests[request.id] = request
+        rt.stats.arrived(request)
         rt.scheduler.add(request)
         return request
 
@@ -84,7 +86,7 @@ class Loop:
         if request.finished:
             return
         request.finish("abort")
-        self.rt.stats.finished["abort"] += 1
+        self.rt.stats.ended(request)
         self.rt.scheduler.release(request)
 
     # ----------------------------------------------------------------------------------- steps
@@ -93,12 +95,17 @@ class Loop:
         """One step: schedule, forward, sample, commit, draft. An error or interrupt at any line
         loses no page, slot or request."""
         rt = self.rt
+        record = rt.stats.begin(self.steps)
         try:
             self._expire()
             schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
             if schedule.shares:
-                self._run(schedule)
+                self._run(schedule, record)
+                rt.stats.close(record, rt.room, rt.scheduler.unfinished)
+            else:
+                rt.stats.drop(record)
         except BaseException:  # wherever it was: no page, slot or request is lost
+            rt.stats.drop(record)
             rt.room.recover(self.requests.values())
             rt.scheduler.recover(self.requests.values())
             raise
@@ -122,14 +129,14 @@ class Loop:
                 self.rt.scheduler.release(request)
 
     @torch.inference_mode()
-    def _run(self, schedule: Schedule) -> None:
+    def _run(self, schedule: Schedule, record: StepRecord) -> None:
         rt, requests = self.rt, [s.request for s in schedule.shares]
         try:
-            result = step.run(rt, schedule, self.tap([r.id for r in requests]))
-            commit.commit(rt, result, self.steps, schedule.kind)
+            result = step.run(rt, schedule, record, self.tap([r.id for r in requests]))
+            commit.commit(rt, result, record, schedule.kind)
             shares = [result.shares[i] for i in result.emitters]
             going = [s.request for s in shares if not s.request.finished]
-            step.propose(rt, going, self.tap([r.id for r in going]))
+            step.propose(rt, going, record, self.tap([r.id for r in going]))
             for trace in self.traces:
                 trace.settle(self.steps, {r.id: r.computed for r in requests})
         except BaseException:

@@ -103,4 +103,4 @@ class Room:
         """Finish a request for this reason, count it and take back what it holds."""
         self.free(request)
         request.finish(reason)
-        self.stats.finished[reason] += 1
+        self.stats.ended(request)

@@ -16,6 +16,7 @@ from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import scheduler
+from deepinfer.engine.device_clock import device_clock
 from deepinfer.engine.room import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
@@ -115,7 +116,7 @@ class Runtime:
         self.config = model.config
         self.slots, self.limits = slots, limits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
-        self.stats = Stats()
+        self.stats = Stats(clock=device_clock(model.device))
         require(
             "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
             "Lower max_num_seqs, max_model_len or num_pages.",

@@ -106,13 +106,20 @@ class Stats:
         self._host.turn(record, phase)
 
     def device_begin(self, record: StepRecord) -> None:
-        """What the device is given from here on belongs to this step."""
+        """What the device is given from here on belongs to this step. This and `device_end` may be
+        called by the thread that drives the device, everything else by one other thread."""
         self._marks.append([record, self.clock.mark(), None])
 
     def device_end(self, record: StepRecord) -> None:
         """That was all, until the next `device_begin`."""
         if self._marks and self._marks[-1][0] is record:
             self._marks[-1][2] = self.clock.mark()
+
+    def wait(self, record: StepRecord) -> None:
+        """The host waits for what this step gave to the device."""
+        self._host.turn(record, "wait")
+        if self._marks and self._marks[-1][0] is record:
+            self.clock.wait(self._marks[-1][2])
 
     def ran(
         self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[tuple],
@@ -147,15 +154,6 @@ class Stats:
         self.row_limit += row_limit
         self.sum_seqlen_qxk += record.sum_seqlen_qxk
         self.max_seqlen_k = max(self.max_seqlen_k, record.max_seqlen_k)
-
-    def count(self, kind: str, rows: list[tuple[bool, int]]) -> None:
-        """A step of this kind; rows: for each sequence whether it decodes, and its rows."""
-        self.steps += 1
-        self.prefill_steps += kind == "prefill"
-        self.decode_steps += kind == "decode"
-        self.mixed_steps += kind == "mixed"
-        self.decode_rows += sum(n for decode, n in rows if decode)
-        self.prefill_rows += sum(n for decode, n in rows if not decode)
 
     def close(self, record: StepRecord, room: Room, unfinished: int) -> None:
         """The step is committed. unfinished: requests that are left."""
@@ -320,7 +318,7 @@ class Stats:
         return stats_tables.as_json(self, path)
 
     def __repr__(self) -> str:
-        return repr(self.table())
+        return self.table().to_text()
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        return stats_tables.as_html(self.table())

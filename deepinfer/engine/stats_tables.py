@@ -31,6 +31,14 @@ def counters(stats: Stats) -> Table:
     return Table([dict(name=n, value=v) for n, v in counted(stats).items()])
 
 
+def as_html(table: Table) -> str:
+    """Every row of it: all counters are one thing to look at."""
+    from deepinfer.display import html
+
+    columns, shown, numeric, note = table._shown(len(table))
+    return html.table(columns, shown, numeric=numeric, caption=table.title, note=note)
+
+
 def counted(stats: Stats) -> dict[str, object]:
     """Every counter by name, and what follows from counters alone."""
     out: dict[str, object] = {

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepinfer import rng
 from deepinfer.engine.batch import Work, build
 from deepinfer.engine.legal import legal_mask
+from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule, Share
@@ -37,11 +38,16 @@ class StepResult:
     errors: dict[int, Exception]
 
 
-def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
-    """Forward and sample the scheduled rows."""
+def run(
+    rt: Runtime, schedule: Schedule, record: StepRecord, tap: Tap | None = None
+) -> StepResult:
+    """Forward and sample the scheduled rows. record: where the times go."""
+    rt.stats.turn(record, "launch")
     drafts = verified_drafts(rt, schedule.shares)
     works = [work(rt, s, d) for s, d in zip(schedule.shares, drafts)]
     batch = build(works, rt.config, rt.model.device, schedule.kind == "decode")
+    rt.stats.turn(record, rt.stats.clock.host_phase)
+    rt.stats.device_begin(record)
     logits = rt.model(rt.context(batch, tap)).logits
     spans, at = [], 0
     for w in works:
@@ -54,6 +60,7 @@ def run(rt: Runtime, schedule: Schedule, tap: Tap | None = None) -> StepResult:
     accepted, target, errors = None, None, {}
     if emitters:
         accepted, target, errors = sample(rt, schedule.shares, emitters, drafts, logits, spans)
+    rt.stats.device_end(record)
     return StepResult(
         schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans), errors
     )
@@ -202,23 +209,31 @@ def held_draft(request: Request) -> HeldDraft | None:
     return d if d is not None and d.at == request.length else None
 
 
-def propose(rt: Runtime, requests: list[Request], tap: Tap | None = None) -> None:
+def propose(
+    rt: Runtime, requests: list[Request], record: StepRecord, tap: Tap | None = None
+) -> None:
     """Draft the next block of every request (all prefilled, none finished) and hold it there."""
     n = rt.verifier.max_draft
     if n == 0 or not requests:
         return
+    rt.stats.turn(record, "launch")
     works = [
         Work([r.output[-1]], r.length - 1, state=r.slot, plan=r.plan, logits="none") for r in requests
     ]
     device = rt.model.device
     batch = build(works, rt.config, device, decode=True)
     keep = rt.verifier.rule == "rejection"
+    rt.stats.turn(record, rt.stats.clock.host_phase)
+    rt.stats.device_begin(record)
     draft = rt.model.drafter.propose(
         batch.ids, batch.positions, n, rt.context(batch, tap), rt.sampler,
         row_params(requests, device), row_keys(requests, [len(r.output) for r in requests], device), keep,
     )
+    rt.stats.device_end(record)
+    rt.stats.wait(record)
     tokens, confidence = draft.tokens.tolist(), draft.confidence.double()
     survival = confidence.cumprod(-1).tolist()
+    rt.stats.turn(record, "post-process")
     for i, r in enumerate(requests):
         laws = tuple((d.probs[i], d.logprobs[i]) for d in draft.dists)
         stale = r.draft.survival if r.draft is not None else ()
