@@ -379,7 +379,8 @@ class EngineConfig(_Config):
     float32 on a CPU, bfloat16 elsewhere). fidelity: 0 no fake quantisation, 1 the model's own cache
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
-    a CPU). keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each
+    a CPU). prefix_cache: reuse the pages of equal prefixes; num_snapshots: places where a hit may end
+    that it holds (None: 4 a sequence). keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each
     use) instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',
     'mixed', or a class or instance of your own (`deepinfer.engine.scheduler`).
     """
@@ -395,6 +396,7 @@ class EngineConfig(_Config):
     page_size: int | None = None
     num_pages: int | None = None
     prefix_cache: bool = False
+    num_snapshots: int | None = None
     overlap: bool = False
     batch_invariant: bool = False
     kernels: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)

@@ -288,6 +288,7 @@ def _check_engine(config: Any) -> None:
         _refuse(config, "fidelity", text)
     _at_least(config, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens")
     _at_least(config, 1, "page_size", "num_pages")
+    _at_least(config, 0, "num_snapshots")
     if not 0 <= config.seed < 2**64:
         _refuse(config, "seed", "an integer in 0..2**64-1")
 

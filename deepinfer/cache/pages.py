@@ -156,6 +156,11 @@ class PageManager:
             del self._cached[page]
             self._free.append(page)
 
+    def know(self, pages: Iterable[int]) -> None:
+        """After an interrupt anywhere: the content of these pages is known and of no other;
+        `recount` then says where each page is."""
+        self._known = set(pages)
+
     def recount(self, holders: Iterable[Sequence[int]]) -> None:
         """After an interrupt anywhere: these are all the lists of pages that somebody holds."""
         self._holders = dict(Counter(page for pages in holders for page in pages))

@@ -145,7 +145,8 @@ class PageStore:
         self.pages = pages
         self._held: dict[bytes, HeldPage] = {}
         self._keys: dict[int, bytes] = {}
-        pages.on_reclaim = self._drop
+        self.reclaimed = 0  # how many pages had to make room
+        pages.on_reclaim = self._reclaim
 
     def __len__(self) -> int:
         return len(self._held)
@@ -176,6 +177,18 @@ class PageStore:
             self._drop(page)
             self.pages.forget(page)
 
+    def recover(self) -> None:
+        """After an interrupt anywhere: what only one of the tables knows is known no more. Tell the
+        PageManager who holds what (`recount`) afterwards."""
+        both = {p: k for p, k in self._keys.items() if k in self._held and self._held[k].page == p}
+        self._held = {k: self._held[k] for k in both.values()}
+        self._keys = both
+        self.pages.know(both)
+
+    def _reclaim(self, page: int) -> None:
+        self.reclaimed += 1
+        self._drop(page)
+
     def _drop(self, page: int) -> None:
         del self._held[self._keys.pop(page)]
 
@@ -200,6 +213,7 @@ class SnapshotStore(Generic[S]):
             raise ValueError(f"a budget of {budget} bytes for snapshots: want 0 (none) or more")
         self.budget = budget
         self.nbytes = 0
+        self.evicted = 0  # how many had to make room
         self._held: OrderedDict[bytes, S] = OrderedDict()
 
     def __len__(self) -> int:
@@ -217,6 +231,7 @@ class SnapshotStore(Generic[S]):
         self.evict(key)
         while self.nbytes + value.nbytes > self.budget:
             self.evict(next(iter(self._held)))
+            self.evicted += 1
         self._held[key] = value
         self.nbytes += value.nbytes
         return True
@@ -224,6 +239,10 @@ class SnapshotStore(Generic[S]):
     def evict(self, key: bytes) -> None:
         if (old := self._held.pop(key, None)) is not None:
             self.nbytes -= old.nbytes
+
+    def recover(self) -> None:
+        """After an interrupt anywhere: the bytes are those of what is held."""
+        self.nbytes = sum(s.nbytes for s in self._held.values())
 
 
 # ----------------------------------------------------------------------------------------- cache

@@ -20,7 +20,7 @@ def commit(rt: Runtime, result: StepResult, record: StepRecord, kind: str) -> No
     stats, step = rt.stats, record.step
     stats.wait(record)
     stats.turn(record, "post-process")
-    stats.ran(record, kind, result.shares, result.drafts, rt.limits.rows)
+    stats.ran(record, kind, result.shares, result.drafts, rt.room, rt.scheduler.unfinished)
     for share in result.shares:
         share.request.computed = share.stop
     guarded = [(share.request, prompt_logprobs, (result, i, step)) for i, share in enumerate(result.shares)]
@@ -32,6 +32,10 @@ def commit(rt: Runtime, result: StepResult, record: StepRecord, kind: str) -> No
             write(*arguments)
         except Exception as error:  # what one request's result breaks costs that request only
             request.finish("error", error)
+    if rt.reuse is not None:  # before what finished gives its pages back
+        for share, drafts in zip(result.shares, result.drafts):
+            seen = result.snapshots.get(share.request.id, {})
+            rt.reuse.learn(share.request, share.stop + len(drafts), seen)
     for share in result.shares:
         if share.request.finished:
             stats.ended(share.request)
@@ -40,7 +44,8 @@ def commit(rt: Runtime, result: StepResult, record: StepRecord, kind: str) -> No
 
 def undo(rt: Runtime, schedule: Schedule) -> None:
     """After a step that failed before or in its commit. A few rows are simply written again, but a
-    long chunk has overwritten ring places that held its own history: such a request starts over."""
+    long chunk has overwritten ring places that held its own history: such a request waits and starts
+    over, in no page that others may read."""
     for share in schedule.shares:
         request = share.request
         if request.finished:
@@ -52,9 +57,9 @@ def undo(rt: Runtime, schedule: Schedule) -> None:
             rt.room.end(request, request.finish_reason or "stop")
             rt.scheduler.release(request)
             continue
-        written = share.stop - share.start
-        if request.computed == share.start and written > rt.limits.backtracking:
-            request.restart()
+        lost = request.computed == share.start and share.stop - share.start > rt.limits.backtracking
+        if lost or request.computed < share.start:
+            rt.room.requeue(request)  # `recover` puts it into its queue
 
 
 def emit(rt: Runtime, result: StepResult, b: int, record: StepRecord) -> None:

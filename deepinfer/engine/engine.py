@@ -14,7 +14,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine import opening, scheduler, teacher, weights
 from deepinfer.engine.facts import EngineFacts
 from deepinfer.engine.loop import Loop
-from deepinfer.engine.params import Sampling, SamplingParams, params_list, require_timeout
+from deepinfer.engine.params import Sampling, SamplingParams, params_list, require_salt, require_timeout
 from deepinfer.engine.request import (
     Completion,
     Completions,
@@ -129,14 +129,15 @@ class Engine(EngineFacts):
     @completes(Sampling)
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        progress: bool | None = None, timeout: float | None = None, **sampling: Unpack[Sampling],
+        progress: bool | None = None, timeout: float | None = None, salt: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Completions:
         """Complete prompts. out[i] belongs to input i.
 
         prompts: str (raw text, bos in front), token ids, or a list of those. params: one for all or
         one per prompt; or SamplingParams fields as keywords. A bad single prompt raises ValueError; in
         a list it becomes that item's .error and the others finish. progress: None shows a bar where a
-        person watches. timeout: as of `add`.
+        person watches. timeout, salt: as of `add`.
         """
         items, single = prompt_list(prompts)
         each = params_list(params, sampling, len(items))
@@ -144,7 +145,7 @@ class Engine(EngineFacts):
         try:
             for item, p in zip(items, each):
                 try:
-                    requests.append(self._add(item, p, timeout))
+                    requests.append(self._add(item, p, timeout, salt))
                 except (ValueError, TypeError, KeyError) as error:
                     if single:
                         raise
@@ -174,14 +175,16 @@ class Engine(EngineFacts):
     @completes(Sampling)
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, **sampling: Unpack[Sampling],
+        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
     ) -> int:
         """Queue one prompt; returns the request id. Raises ValueError for a bad prompt or value.
 
         timeout: seconds from now after which it ends, before a step, with finish_reason 'timeout' and
-        what it had emitted. A clock is read only where one is given.
+        what it had emitted. A clock is read only where one is given. salt: with prefix_cache=True,
+        only prompts of the same salt share what is cached, so that nobody can tell by the time
+        whether a stranger has sent the same prompt.
         """
-        return self._add(prompt, params_list(params, sampling, 1)[0], timeout).id
+        return self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt).id
 
     def step(self) -> list[Completion]:
         """Run one step (nothing, when nothing waits); returns the requests it finished."""
@@ -214,11 +217,11 @@ class Engine(EngineFacts):
     @completes(Sampling)
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, **sampling: Unpack[Sampling],
+        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
     ) -> Iterator[StreamedToken]:
         """Tokens of one prompt as they are committed. Closing the iterator aborts the request.
-        timeout: as of `add`."""
-        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0], timeout))
+        timeout, salt: as of `add`."""
+        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt))
         next(tokens)  # now it has begun, closing or dropping it aborts the request
         return cast("Iterator[StreamedToken]", tokens)
 
@@ -239,10 +242,12 @@ class Engine(EngineFacts):
         finally:
             self._forget(request)
 
-    def _add(self, prompt: Any, params: SamplingParams, timeout: float | None = None) -> Request:
+    def _add(
+        self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
+    ) -> Request:
         loop = self._open()
         deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
-        return loop.add(encode_prompt(self, prompt), params, deadline)
+        return loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
 
     def _step(self) -> None:
         self._open().step()
@@ -315,7 +320,9 @@ class Engine(EngineFacts):
         if self._closed:
             raise RuntimeError("this engine is closed: make another, or eng.with_() over the same weights")
         if self._runtime is None:
-            self._runtime = Runtime(self._shared.model, self._settings, self._started, self._limits)
+            self._runtime = Runtime(
+                self._shared.model, self._settings, self._started, self._limits, self._shared.fingerprint
+            )
         return self._runtime
 
     def _open(self) -> Loop:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
+from deepinfer.engine.reuse import CacheReport
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode
@@ -84,6 +85,13 @@ class EngineFacts:
         return Stats() if self._runtime is None else self._runtime.stats
 
     @property
+    def cache(self) -> CacheReport:
+        """The prefix cache in numbers: hits, tokens that were not computed, pages and snapshots
+        held, evictions. All 0 without prefix_cache=True."""
+        reuse = None if self._runtime is None else self._runtime.reuse
+        return CacheReport() if reuse is None else reuse.report()
+
+    @property
     def kernels(self) -> Table:
         """What ran: op, implementation, calls."""
         from deepinfer.measure.table import Table
@@ -99,6 +107,8 @@ class EngineFacts:
         from deepinfer.measure.table import Table
 
         cache = {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
+        if self._runtime is not None and self._runtime.reuse is not None:
+            cache = cache | {"snapshots": self._runtime.reuse.snapshots.nbytes}
         parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
         parts += [("cache", k, v) for k, v in cache.items()]
         rows = [dict(part=p, component=c, bytes=b) for p, c, b in parts]

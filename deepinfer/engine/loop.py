@@ -38,13 +38,19 @@ class Loop:
         self.steps = 0
         self._count = 0
         self._idle = 0
+        if rt.reuse is not None:
+            rt.reuse.traces = traces
 
     # -------------------------------------------------------------------------------- requests
 
     def add(
-        self, ids: list[int], params: SamplingParams, deadline: float | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        deadline: float | None = None,
+        salt: str | None = None,
     ) -> Request:
-        """Queue the prompt `ids`. Raises ValueError for what this engine cannot run."""
+        """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError for what this engine cannot run."""
         rt, vocab = self.rt, self.rt.config.vocab_size
         params.validate_for(vocab)
         limit = rt.limits.model_len
@@ -58,6 +64,7 @@ class Loop:
         if seed is None:
             seed = rng.request_seed(rt.settings.seed, self._count)
         request = Request(self._count, ids, params, seed, deadline=deadline)
+        request.prefix.salt = salt
         if params.grammar is not None:
             words = token_bytes(self.tokenizer, vocab)
             request.grammar = rt.slots["grammar"].compile(params.grammar, words).start()
@@ -101,7 +108,7 @@ class Loop:
             schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
             if schedule.shares:
                 self._run(schedule, record)
-                rt.stats.close(record, rt.room, rt.scheduler.unfinished)
+                rt.stats.close(record, rt.scheduler.unfinished)
             else:
                 rt.stats.drop(record)
         except BaseException:  # wherever it was: no page, slot or request is lost

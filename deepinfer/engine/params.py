@@ -191,3 +191,10 @@ def require_timeout(timeout: float) -> float:
     if not number or not timeout >= 0:
         raise ValueError(f"timeout={timeout!r}: want None or seconds >= 0")
     return float(timeout)
+
+
+def require_salt(salt: str | None) -> str | None:
+    """TypeError for what is no text: another kind would not say what it identifies."""
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"salt={salt!r}: want None or a string, got {type(salt).__name__}")
+    return salt

@@ -16,6 +16,7 @@ from deepinfer.engine.text import Detokenizer
 from deepinfer.slots.protocols import ReplayPlan
 
 if TYPE_CHECKING:
+    from deepinfer.cache.prefix import ImageSpan
     from deepinfer.measure.table import Table
 
 
@@ -27,6 +28,25 @@ class TokenStep:
     step: int
     row: int
     source: str
+
+
+@dataclass(slots=True)
+class Prefix:
+    """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
+    full pages; adopted, known: pages that it took over, that it and the cache have registered;
+    exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
+    window_from: lowest position with window rows in every layer; cached_tokens: tokens that it did
+    not compute when it began first, None before."""
+
+    salt: str | None = None
+    images: tuple[ImageSpan, ...] = ()
+    keys: list[bytes] = field(default_factory=list)
+    adopted: int = 0
+    known: int = 0
+    exact: bool = True
+    edited: bool = False
+    window_from: int = 0
+    cached_tokens: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -54,6 +74,7 @@ class Request:
     grammar: Any = None
     preemptions: int = 0
     deadline: float | None = None
+    prefix: Prefix = field(default_factory=Prefix)
 
     @property
     def length(self) -> int:
@@ -87,9 +108,9 @@ class Request:
         return self.prompt[start:stop] + self.output[max(start - n, 0) : max(stop - n, 0)]
 
     def restart(self) -> None:
-        """Nothing of it is computed any more: its rows run again from where its plan starts. The plan
-        stays, so the same rows are dropped; of what it emitted nothing changes."""
-        self.computed = 0 if self.plan is None else self.plan.start
+        """Nothing of it is computed any more: its rows run again. The plan stays, so the same rows are
+        dropped; of what it emitted nothing changes."""
+        self.computed = self.prefix.adopted = self.prefix.known = 0
         self.draft = None
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
@@ -114,7 +135,8 @@ class Request:
 class Completion:
     """The result of one prompt. text and token_ids are the output alone; logprobs[i] is the model's
     log-probability (temperature 1, after masks) of token i; steps[i] says where it came from.
-    error is set, and finish_reason 'error', where the request failed; what it had emitted stays."""
+    error is set, and finish_reason 'error', where the request failed; what it had emitted stays.
+    cached_tokens: tokens of the prompt that the prefix cache had, so that they were not computed."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
@@ -127,6 +149,7 @@ class Completion:
     top_logprobs: tuple[dict[int, float], ...] = ()
     prompt_logprobs: tuple[float | None, ...] = ()
     pieces: tuple[str, ...] = ()
+    cached_tokens: int = 0
 
     @property
     def accepted_drafts(self) -> int:
@@ -181,6 +204,7 @@ def completion(index: int, r: Request, tokenizer: Any) -> Completion:
         top_logprobs=tuple(r.top_logprobs),
         prompt_logprobs=tuple(r.prompt_logprobs),
         pieces=tuple(text.push(t) for t in r.output),
+        cached_tokens=r.prefix.cached_tokens or 0,
     )
 
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.engine.request import Request
+from deepinfer.engine.reuse import Reuse, Start
 from deepinfer.engine.stats import Stats
 
 
 @dataclass(frozen=True)
 class Room:
     """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
-    step, drafts included; lookahead: most drafts of a sequence in one step."""
+    step, drafts included; lookahead: most drafts of a sequence in one step; reuse: the prefix
+    cache, None without one."""
 
     pages: PageManager
     states: Pool
@@ -27,6 +29,7 @@ class Room:
     max_num_seqs: int
     max_rows: int
     lookahead: int = 0
+    reuse: Reuse | None = None
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -41,17 +44,36 @@ class Room:
         again = 1 + self.lookahead if request.output else 0
         return self.pages_of(request.length + again)
 
+    def start(self, request: Request) -> Start | None:
+        """How a waiting request would start with what the prefix cache has; None without one."""
+        return None if self.reuse is None else self.reuse.start(request)
+
+    def start_at(self, request: Request) -> int:
+        """Position of the first row that a waiting request would run."""
+        start = self.start(request)
+        return request.computed if start is None else start.plan.start
+
     def ask(self, request: Request) -> str:
         """Whether a waiting request can start: 'ok', 'later' or 'never'."""
-        answer = self.pages.ask(self.first(request))
+        return self._ask(request, self.start(request))
+
+    def _ask(self, request: Request, start: Start | None) -> str:
+        hit = () if start is None else start.pages
+        answer = self.pages.ask(self.first(request) - len(hit), hit)
         return "later" if answer == "ok" and not self.states.free else answer
 
     def admit(self, request: Request) -> bool:
-        """Start a waiting request: its pages and a state slot; False where it has to wait."""
-        if self.ask(request) != "ok":
+        """Start a waiting request: its pages, those of a hit in front, and a state slot; False where
+        it has to wait. `request.computed` is then where its rows begin."""
+        start = self.start(request)
+        if self._ask(request, start) != "ok":
             return False
-        request.pages = self.pages.take(self.first(request))
+        hit = [] if start is None else [*start.pages]
+        self.pages.pin(hit)  # before the others are taken, which may reclaim cached pages
+        request.pages = hit + self.pages.take(self.first(request) - len(hit))
         request.slot = self.states.take(1)[0]
+        if self.reuse is not None and start is not None:
+            self.reuse.begin(request, start)
         request.state = "running"
         return True
 
@@ -67,7 +89,8 @@ class Room:
         return True
 
     def free(self, request: Request) -> None:
-        """Take back what a request holds; nothing where it holds nothing."""
+        """Take back what a request holds; nothing where it holds nothing. Pages that the prefix
+        cache knows stay cached until their room is needed."""
         pages, request.pages = request.pages, []
         if pages:
             self.pages.give(pages)
@@ -75,12 +98,16 @@ class Room:
         if slot:
             self.states.give([slot])
 
-    def preempt(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Take back what a running request holds and let it wait: its prompt and its output are
         computed again later, and nothing of the output is emitted twice."""
         self.free(request)
         request.restart()
         request.state = "waiting"
+
+    def preempt(self, request: Request) -> None:
+        """`requeue` of a request that gives way to others."""
+        self.requeue(request)
         request.preemptions += 1
         self.stats.preemptions += 1
 
@@ -96,6 +123,8 @@ class Room:
             if request.state != "finished":
                 request.restart()
                 request.state = "waiting"
+        if self.reuse is not None:
+            self.reuse.recover()
         self.pages.recount(r.pages for r in held)
         self.states.recount(r.slot for r in held)
 

@@ -17,11 +17,12 @@ from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import scheduler
 from deepinfer.engine.device_clock import device_clock
+from deepinfer.engine.reuse import Reuse, snapshot_bytes
 from deepinfer.engine.room import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
-from deepinfer.model.context import ForwardContext, Tap
+from deepinfer.model.context import ForwardContext, Tap, WindowSink
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
@@ -94,7 +95,16 @@ def cache_bytes(
 ) -> dict[str, int]:
     """Bytes by component of the cache an engine would make, without taking them."""
     limits = Limits.of(settings, config, slots["verifier"].max_draft)
-    return make_cache(config, settings, slots, limits, dtype, device, torch.device("meta")).nbytes
+    cache = make_cache(config, settings, slots, limits, dtype, device, torch.device("meta"))
+    if settings.prefix_cache:
+        return cache.nbytes | {"snapshots": snapshot_budget(settings, limits, cache)}
+    return cache.nbytes
+
+
+def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> int:
+    """Most bytes of window snapshots that the prefix cache holds."""
+    count = settings.num_snapshots
+    return (4 * limits.seqs if count is None else count) * snapshot_bytes(cache)
 
 
 def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:
@@ -107,11 +117,12 @@ def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> 
 
 
 class Runtime:
-    """Everything of an engine that is not weights or settings."""
+    """Everything of an engine that is not weights or settings. identity: of the weights."""
 
     def __init__(
-        self, model: Model, settings: EngineConfig, slots: dict[str, Any], limits: Limits
-    ) -> None:
+        self, model: Model, settings: EngineConfig, slots: dict[str, Any], limits: Limits,
+        identity: str = "",
+    ) -> None:  # fmt: skip
         self.model, self.settings = model, settings
         self.config = model.config
         self.slots, self.limits = slots, limits
@@ -123,12 +134,16 @@ class Runtime:
         )
         self.pages = PageManager(self.limits.pages)
         self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
+        self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
+        self.reuse: Reuse | None = None
+        if settings.prefix_cache:
+            self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
         self.room = Room(
             self.pages, self.states, self.stats, page_size=self.limits.page_size,
             max_num_seqs=self.limits.seqs, max_rows=self.limits.rows, lookahead=self.limits.lookahead,
+            reuse=self.reuse,
         )
         self.scheduler = scheduler.resolve(settings.scheduler).start(self.room)
-        self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
 
     @property
     def attention(self):
@@ -166,10 +181,12 @@ class Runtime:
         self._ops = self._ops.current()
         return self._ops
 
-    def context(self, batch: Batch, tap: Tap | None = None) -> ForwardContext:
+    def context(
+        self, batch: Batch, tap: Tap | None = None, window_sink: WindowSink | None = None
+    ) -> ForwardContext:
         return ForwardContext(
             config=self.config, batch=batch, ops=self.ops, attention=self.attention,
             experts=self.slots["experts"], cache=self.cache, fidelity=self.settings.fidelity,
-            drafter=self.verifier.max_draft > 0, tap=tap,
+            drafter=self.verifier.max_draft > 0, tap=tap, window_sink=window_sink,
         )
 

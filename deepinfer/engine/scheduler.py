@@ -199,17 +199,18 @@ class FCFS:
             head = begun[0] if begun else self.waiting[0] if admit and self.next_fits() else None
             if head is None:
                 break
-            chunk = Share(head, head.computed, min(head.length, head.computed + rows))
-            context += chunk.stop
+            start = head.computed if begun else self.room.start_at(head)
+            context += min(head.length, start + rows)
             if shares and self.max_context is not None and context > self.max_context:
                 break
             if begun:
                 begun.popleft()
-                if not self.hold(head, chunk.stop):
+                if not self.hold(head, min(head.length, start + rows)):
                     continue
             elif self.room.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
+            chunk = Share(head, head.computed, min(head.length, head.computed + rows))
             shares.append(chunk)
             rows -= chunk.stop - chunk.start
         return [s for s in shares if s.request.state == "running"]

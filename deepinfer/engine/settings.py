@@ -21,7 +21,7 @@ DEFAULT_SLOTS = {
     "replay": "exact", "sampler": "philox", "grammar": "none",
 }
 LATER = {
-    "prefix_cache": "prefix reuse", "overlap": "overlapped scheduling",
+    "overlap": "overlapped scheduling",
 }
 
 
@@ -42,6 +42,7 @@ class Changes(TypedDict, total=False):
     page_size: int | None
     num_pages: int | None
     prefix_cache: bool
+    num_snapshots: int | None
     overlap: bool
     batch_invariant: bool
     kernels: dict[str, str] | None

@@ -5,12 +5,13 @@ Pure with respect to requests: it reads them and returns what happened; commit.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from deepinfer import rng
+from deepinfer.cache.snapshots import Snapshot
 from deepinfer.engine.batch import Work, build
 from deepinfer.engine.legal import legal_mask
 from deepinfer.engine.records import StepRecord
@@ -26,7 +27,8 @@ from deepinfer.slots.results import expect
 class StepResult:
     """shares: what ran, each with its drafts as they were verified; emitters: indices of the shares
     that emit, in the order of the rest: accepted tokens and laws; logit_spans: flat logit rows of each
-    share; errors: by request id, of grammars that failed."""
+    share; errors: by request id, of grammars that failed; snapshots: window rows at page ends, by
+    request id and position."""
 
     shares: tuple[Share, ...]
     emitters: tuple[int, ...]
@@ -36,6 +38,7 @@ class StepResult:
     logits: Tensor
     logit_spans: tuple[tuple[int, int], ...]
     errors: dict[int, Exception]
+    snapshots: dict[int, dict[int, Snapshot]] = field(default_factory=dict)
 
 
 def run(
@@ -48,7 +51,8 @@ def run(
     batch = build(works, rt.config, rt.model.device, schedule.kind == "decode")
     rt.stats.turn(record, rt.stats.clock.host_phase)
     rt.stats.device_begin(record)
-    logits = rt.model(rt.context(batch, tap)).logits
+    sink = None if rt.reuse is None else rt.reuse.crossings(schedule.shares)
+    logits = rt.model(rt.context(batch, tap, sink)).logits
     spans, at = [], 0
     for w in works:
         rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
@@ -62,8 +66,9 @@ def run(
         accepted, target, errors = sample(rt, schedule.shares, emitters, drafts, logits, spans)
     rt.stats.device_end(record)
     return StepResult(
-        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans), errors
-    )
+        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans), errors,
+        {} if sink is None else sink.snapshots(),
+    )  # fmt: skip
 
 
 def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
@@ -224,7 +229,7 @@ def propose(
     batch = build(works, rt.config, device, decode=True)
     keep = rt.verifier.rule == "rejection"
     rt.stats.turn(record, rt.stats.clock.host_phase)
-    rt.stats.device_begin(record)
+    rt.stats.device_begin(record, "draft")
     draft = rt.model.drafter.propose(
         batch.ids, batch.positions, n, rt.context(batch, tap), rt.sampler,
         row_params(requests, device), row_keys(requests, [len(r.output) for r in requests], device), keep,

@@ -32,10 +32,10 @@ def forced_logits(
     sizes = chunk_sizes(len(ids), prompt, chunks, rt.limits.rows)
     plan = rt.replay_plan(Prompt(prompt))
     need = -(-len(ids) // rt.limits.page_size)
-    if need > rt.pages.free or not rt.states.free:
+    if need > rt.pages.available or not rt.states.free:
         raise RuntimeError(
             f"a teacher-forced pass of {len(ids)} tokens needs {need} pages and a state slot; "
-            f"{rt.pages.free} pages are free of {rt.pages.size}: finish or abort running requests, "
+            f"{rt.pages.available} pages are free of {rt.pages.size}: finish or abort running requests, "
             "or make the engine with more num_pages"
         )
     pages, (slot,) = rt.pages.take(need), rt.states.take(1)

@@ -17,6 +17,7 @@ from deepinfer.model.rope import angles, frequencies
 from deepinfer.slots.protocols import Attention, AttnPlan, Batch, Experts, RowSet
 
 Tap = Callable[[str, Tensor, RowSet], Tensor]
+WindowSink = Callable[[int, Tensor, RowSet], None]
 
 
 @dataclass
@@ -26,7 +27,8 @@ class ForwardContext:
     cache None: nothing is stored or read, keys are the step's own rows (training, one-shot).
     fidelity 0: no rounding; 1: the cache roundings that are part of the model; 2: also MXFP8 inputs
     of the stored-quantised matrices. drafter: keep the drafter's context. tap(name, tensor, rows)
-    sees, and may replace, every named value.
+    sees, and may replace, every named value; window_sink(layer, rows, row set) is handed the window
+    keys of every layer just before they are stored.
     """
 
     config: ModelConfig
@@ -38,6 +40,7 @@ class ForwardContext:
     fidelity: int = 1
     drafter: bool = False
     tap: Tap | None = None
+    window_sink: WindowSink | None = None
     _shared: dict = field(default_factory=dict)
 
     @property

@@ -1,8 +1,13 @@
 """What must hold of an engine's pools at any time, and when nothing is left."""
 
+from collections import Counter
+
+from cache.accounting import check_pages, check_prefix
+
 
 def check(eng) -> None:
-    """Free and held make up each pool; what is held belongs to running requests, each its own."""
+    """Free, cached and held make up each pool; what is held belongs to running requests, each its
+    own but for pages that the prefix cache knows."""
     rt = eng.runtime
     running = [r for r in eng.requests.values() if r.state == "running"]
     waiting = [r for r in eng.requests.values() if r.state == "waiting"]
@@ -10,24 +15,47 @@ def check(eng) -> None:
         rt.scheduler.waiting
     )
     assert len(running) <= rt.limits.seqs
-    for pool, held in (
-        (rt.pages, [p for r in running for p in r.pages]),
-        (rt.states, [r.slot for r in running]),
-    ):
-        assert len(held) == len(set(held)) and 0 not in held
-        assert set(held) == set(range(1, pool.size + 1)) - set(pool._free)
-        assert pool.free + len(held) == pool.size
+    slots = [r.slot for r in running]
+    assert len(slots) == len(set(slots)) and 0 not in slots
+    assert set(slots) == set(range(1, rt.states.size + 1)) - set(rt.states._free)
+    assert rt.states.free + len(slots) == rt.states.size
+    assert all(len(r.pages) == len(set(r.pages)) and 0 not in r.pages for r in running)
+    assert rt.pages._holders == Counter(p for r in running for p in r.pages)
+    check_pages(rt.pages)
     assert not any(r.pages or r.slot for r in waiting)
-    assert rt.pages.free + rt.pages.cached + rt.pages.used == rt.pages.size
     for r in eng.requests.values():
         assert 0 <= r.computed < r.length or r.finished
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:
         assert r.computed <= len(r.pages) * rt.limits.page_size
+    check_reuse(rt, running)
+
+
+def check_reuse(rt, running) -> None:
+    """A page that is known holds what its key says, is computed, and alone may be shared."""
+    if rt.reuse is None:
+        assert all(n == 1 for n in rt.pages._holders.values()) and not rt.pages.cached
+        return
+    prefix, size = rt.reuse.prefix, rt.limits.page_size
+    check_prefix(prefix)
+    shared = {}
+    for r in running:
+        mine, full = r.prefix, r.computed // size
+        assert mine.adopted <= mine.known <= full
+        keys = prefix.keys(r.token_slice(0, r.length), salt=mine.salt, images=mine.images)
+        assert mine.keys == keys[: len(mine.keys)]
+        for i, page in enumerate(r.pages):
+            key = prefix.pages._keys.get(page)
+            assert key is None or (i < full and key == keys[i])
+            if rt.pages.holders(page) > 1:
+                assert i < full and shared.setdefault(page, keys[i]) == keys[i]
+    for snapshot in prefix.snapshots._held.values():
+        snapshot.check(rt.cache)
 
 
 def check_empty(eng) -> None:
     check(eng)
     rt = eng.runtime
-    assert (rt.pages.free, rt.states.free) == (rt.pages.size, rt.states.size)
+    assert (rt.pages.available, rt.states.free) == (rt.pages.size, rt.states.size)
+    assert rt.pages.used == 0
     assert eng.unfinished == 0 and eng.requests == {}

@@ -21,7 +21,6 @@ def eng() -> Engine:
         (dict(verifier=di.verifier.Fixed(9)), "at most 5 tokens a step"),
         (dict(kernels={"topk": "nope"}), "no implementation 'nope'"),
         (dict(overlap=True), "overlap=True: overlapped scheduling is not available yet"),
-        (dict(prefix_cache=True), "prefix_cache=True: prefix reuse is not available yet"),
     ],
 )
 def test_refused_before_the_first_step(eng, change, words):

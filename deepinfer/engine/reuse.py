@@ -1,0 +1,258 @@
+"""Reuse: how a request begins behind a prefix that is cached, and what it leaves for others.
+
+A hit is looked up whenever a request is admitted, again after it gave way too. It is at most
+length - (window + backtracking) tokens in whole pages, so that the rows behind it fill the window
+of the drafter; the limit is the same without a drafter. The replay policy says where the rows
+begin: `exact` at the last snapshot, whose window rows are then put into the request's rings.
+
+After each commit the pages that have become full are registered, and the window rows at their ends
+kept as snapshots: a chunk's as they pass (`Crossings`), those of decode rows out of the rings.
+Rows of a draft that was not accepted lie above `computed` and are in no registered page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
+from deepinfer.cache.snapshots import Snapshot, held, rows_at
+from deepinfer.engine.crossings import Crossings
+from deepinfer.engine.request import Request
+from deepinfer.slots.protocols import Prompt, ReplayPlan
+
+if TYPE_CHECKING:
+    from deepinfer.engine.runtime import Runtime
+    from deepinfer.engine.scheduler import Share
+    from deepinfer.measure.table import Table
+    from deepinfer.measure.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a waiting request would begin. pages: those it takes over; plan: its rows; snapshot: the
+    window rows at plan.start, None where none are needed; exact: all that it takes over is."""
+
+    pages: tuple[int, ...]
+    plan: ReplayPlan
+    snapshot: Snapshot | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """The prefix cache in numbers. hits: how often a request began with a hit, again after it gave
+    way too; hit_tokens: what those did not compute; pages, snapshots: that are known, in use or
+    not; evictions: those that had to make room."""
+
+    hits: int = 0
+    hit_tokens: int = 0
+    pages: int = 0
+    page_evictions: int = 0
+    snapshots: int = 0
+    snapshot_bytes: int = 0
+    snapshot_evictions: int = 0
+
+    def table(self) -> Table:
+        """name, value rows."""
+        from deepinfer.measure.table import Table
+
+        rows = [dict(name=n, value=v) for n, v in dataclasses.asdict(self).items()]
+        return Table(rows, title="prefix cache")
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+class Reuse:
+    """The prefix cache of one engine. Counters: requests that began with a hit (each time they
+    began), the tokens they did not compute. traces: the engine's list; while one edits values, what
+    runs is not what the keys say, so nothing is served or registered."""
+
+    def __init__(self, rt: Runtime, model: str, snapshot_budget: int) -> None:
+        self.rt = rt
+        self.page_size = rt.limits.page_size
+        self.pages = PageStore(rt.pages)
+        self.snapshots: SnapshotStore[Snapshot] = SnapshotStore(snapshot_budget)
+        self.prefix = PrefixCache(self.page_size, self.pages, self.snapshots, model=model)
+        self.traces: list[Trace] = []
+        self.hits = 0
+        self.hit_tokens = 0
+
+    @property
+    def edited(self) -> bool:
+        return any(t.edits for t in self.traces)
+
+    @property
+    def reserve(self) -> int:
+        """Tokens at the end of a sequence that are always computed: window and backtracking, with
+        or without a drafter."""
+        return self.rt.config.sliding_window + self.rt.config.max_draft + 1
+
+    def keys(self, request: Request, tokens: int) -> list[bytes]:
+        """Keys of the full pages of its first `tokens` tokens."""
+        mine, pages = request.prefix, tokens // self.page_size
+        if len(mine.keys) < pages:
+            ids = request.token_slice(0, pages * self.page_size)
+            mine.keys = self.prefix.keys(
+                ids, salt=mine.salt, images=mine.images, known=mine.keys
+            )
+        return mine.keys[:pages]
+
+    # ---------------------------------------------------------------------------- how it begins
+
+    def find(self, request: Request) -> Hit:
+        """What is cached of a request; nothing where rows of its prefix are asked for."""
+        limit = request.length - self.reserve
+        if limit < self.page_size or request.wants_prompt_logprobs or self.edited:
+            return Hit()
+        return self.prefix.lookup(self.keys(request, limit), limit, exact=self.rt.replay.exact)
+
+    def start(self, request: Request) -> Start:
+        """How a waiting request would begin now. Raises ValueError naming a replay policy whose
+        plan cannot be followed."""
+        hit = self.find(request)
+        plan = self.plan(request, hit)
+        pages, rest = divmod(plan.write_from, self.page_size)
+        if rest:
+            raise ValueError(
+                f"replay {self.rt.replay!r}: write_from {plan.write_from} is inside a page of "
+                f"{self.page_size} tokens; a hit is adopted in whole pages"
+            )
+        snapshot = None
+        if plan.start and min(plan.floor) < plan.start:
+            if plan.start != hit.at or hit.snapshot is None:
+                raise ValueError(
+                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys below it, "
+                    f"state KV is at hand at {hit.at} only"
+                )
+            snapshot = hit.snapshot
+        return Start(hit.pages[:pages], plan, snapshot, hit.exact)
+
+    def plan(self, request: Request, hit: Hit) -> ReplayPlan:
+        """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing
+        is dropped: the plan of the prompt stays, and its rows begin at the snapshot."""
+        prompt = len(request.prompt)
+        inside = min(hit.length, (prompt - 1) // self.page_size * self.page_size)
+        behind = hit.at > inside
+        found = (0, 0) if behind else (inside, hit.at)
+        plan = self.rt.replay_plan(Prompt(prompt, *found, request.wants_prompt_logprobs))
+        return dataclasses.replace(plan, start=hit.at, write_from=hit.at) if behind else plan
+
+    def begin(self, request: Request, start: Start) -> None:
+        """The request has its pages and slot: it goes on behind what it took over."""
+        mine, at = request.prefix, start.plan.start
+        if start.snapshot is not None:
+            start.snapshot.restore(self.rt.cache, request.slot, at)
+        request.plan, request.computed = start.plan, at
+        mine.adopted = mine.known = len(start.pages)
+        mine.exact = start.plan.exact and start.exact
+        mine.edited = False
+        restored = 0 if start.snapshot is None else rows_at(self.rt.cache, at)
+        mine.window_from = max(at - restored, *start.plan.kv_from)
+        if at:
+            self.hits += 1
+            self.hit_tokens += at
+        if mine.cached_tokens is None:
+            mine.cached_tokens = at
+
+    # ------------------------------------------------------------------------- what it leaves
+
+    def crossings(self, shares: tuple[Share, ...]) -> Crossings | None:
+        """What collects the window rows at the page ends inside the prefill chunks of a step."""
+        wanted: dict[int, list[int]] = {}
+        for i, share in enumerate(shares):
+            if not share.decode and (ends := self.ends(share)):
+                wanted[i] = ends
+        return Crossings(self.rt.cache, shares, wanted) if wanted else None
+
+    def ends(self, share: Share) -> list[int]:
+        """Page ends in a chunk whose snapshot is not there yet, the last ones that fit."""
+        request, size = share.request, self.page_size
+        mine = request.prefix
+        if self.edited or mine.edited:
+            return []
+        keys = self.keys(request, share.stop)
+        ends = [
+            p
+            for p in range(share.start // size * size + size, share.stop + 1, size)
+            if p - rows_at(self.rt.cache, p) >= mine.window_from
+            if (old := self.snapshots.get(keys[p // size - 1])) is None
+            or (mine.exact and not old.exact)
+        ]
+        most = self.snapshots.budget // max(snapshot_bytes(self.rt.cache), 1)
+        return ends[-most:] if most else []
+
+    def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
+        """After a commit. written: positions that the step's rows, drafts too, have reached; seen:
+        snapshots by position. What a request that failed has left is not served."""
+        mine = request.prefix
+        mine.edited |= self.edited
+        if request.error is not None:
+            self.disown(request)
+        if request.error is not None or mine.edited:
+            return
+        full = request.computed // self.page_size
+        if full <= mine.known:
+            return
+        keys = self.keys(request, request.computed)
+        new = slice(mine.known, full)
+        self.prefix.register(keys[new], request.pages[new], exact=mine.exact)
+        for page in range(mine.known, full):
+            at = (page + 1) * self.page_size
+            snapshot = seen.get(at) or self.from_rings(request, at, written)
+            if snapshot is not None:
+                self.prefix.register_snapshot(keys, snapshot)
+        mine.known = full
+
+    def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
+        """The window rows at a page end that is only just behind, where they are not kept yet."""
+        mine, cache = request.prefix, self.rt.cache
+        old = self.snapshots.get(mine.keys[at // self.page_size - 1])
+        how = dict(
+            computed=request.computed, drafts=written - request.computed, lowest=mine.window_from
+        )
+        if (old is not None and (old.exact or not mine.exact)) or not held(cache, at, **how):
+            return None
+        return Snapshot.from_rings(cache, request.slot, at, exact=mine.exact, **how)
+
+    def disown(self, request: Request) -> None:
+        """Nothing that this request has registered is served any more."""
+        mine = request.prefix
+        own = slice(mine.adopted, mine.known)
+        for key, page in zip(mine.keys[own], request.pages[own]):
+            there = self.pages.get(key)
+            if there is not None and there.page == page:
+                self.pages.evict(key)
+                self.snapshots.evict(key)
+        mine.known = mine.adopted
+
+    def report(self) -> CacheReport:
+        """What is cached now, and what it was good for."""
+        return CacheReport(
+            hits=self.hits,
+            hit_tokens=self.hit_tokens,
+            pages=len(self.pages),
+            page_evictions=self.pages.reclaimed,
+            snapshots=len(self.snapshots),
+            snapshot_bytes=self.snapshots.nbytes,
+            snapshot_evictions=self.snapshots.evicted,
+        )
+
+    def recover(self) -> None:
+        """After an interrupt anywhere: keys and pages, and the bytes of snapshots, agree again."""
+        self.pages.recover()
+        self.snapshots.recover()
+
+
+def snapshot_bytes(cache) -> int:
+    """Bytes of the window rows of every backbone layer at one position."""
+    layers = cache.config.num_hidden_layers
+    window = max(s.window for s in cache.specs)
+    return sum(
+        window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers]
+    )

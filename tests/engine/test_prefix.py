@@ -1,0 +1,442 @@
+"""Prefix reuse: a hit saves rows and changes nothing else. In float64, against engines without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+from deepinfer.cache.prefix import ImageSpan
+from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.replay import Exact
+from deepinfer.slots.sampler import Philox
+from deepinfer.slots.verifier import Fixed
+from engine.pool import check, check_empty
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
+
+torch.set_num_threads(1)
+SLOW = pytest.mark.slow
+PAGE = 8
+RESERVE = WINDOW + DRAFTS + 1  # what a hit never covers: window and backtracking
+LONG = stream(120, 3, high=90)
+
+
+def engine(layout: str = "2 and 1", **changes):
+    how = {"max_model_len": 160, "page_size": PAGE, "max_num_seqs": 4, "prefix_cache": True}
+    return small_engine(layout, vocab=97, **{**how, **changes})
+
+
+def cold(layout: str = "2 and 1", **changes):
+    return engine(layout, prefix_cache=False, **changes)
+
+
+def params(seed: int = 5, most: int = 12, temperature: float = 0.7, **more) -> SamplingParams:
+    return SamplingParams(
+        seed=seed, max_tokens=most, temperature=temperature, ignore_eos=True, **more
+    )
+
+
+def usable(length: int, cached: int) -> int:
+    """Tokens of a hit on a sequence whose first `cached` tokens are known."""
+    return max(min(cached, length - RESERVE), 0) // PAGE * PAGE
+
+
+def same(got, want, drafts: bool = True) -> None:
+    """Tokens and log-probabilities, and which of them came from drafts in which rows."""
+    assert got.error is None and got.token_ids == want.token_ids
+    assert got.finish_reason == want.finish_reason
+    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-9)
+    if drafts:
+        assert [(s.row, s.source) for s in got.steps] == [(s.row, s.source) for s in want.steps]
+
+
+def run(eng, prompt, p) -> tuple:
+    """(completion, prefill rows it took)."""
+    before = eng.stats.prefill_rows
+    (out,) = eng.generate(prompt, p)
+    check_empty(eng)
+    return out, eng.stats.prefill_rows - before
+
+
+# --------------------------------------------------------------------------------- a hit is nothing
+
+
+@pytest.mark.parametrize(
+    "layout, drafts, temperature",
+    [
+        *((layout, 4, 0.0) for layout in sorted(LAYOUTS)),
+        *(pytest.param(x, d, t, marks=SLOW) for x in LAYOUTS for d, t in ((0, 0.0), (5, 1.0))),
+    ],
+)
+def test_a_hit_saves_rows_and_changes_nothing(layout, drafts, temperature):
+    """Same tokens, log-probabilities and drafts; rows computed = length - hit. Whatever is in the
+    rings from before: of the drafter's nothing behind the hit is read."""
+    how = dict(verifier=Fixed(drafts), num_snapshots=60)
+    reference, eng = cold(layout, **how), engine(layout, **how)
+    poison(eng.runtime.cache)
+    eng.generate(LONG[:70], params(1, 4))
+    for n in (70, 71, 93, 38, 30):
+        p = params(n, 6, temperature)
+        (want,) = reference.generate(LONG[:n], p)
+        hit = usable(n, 70)
+        with eng.trace("mtp.base" if drafts else "final") as seen:
+            got, rows = run(eng, LONG[:n], p)
+        assert all(seen[name].isfinite().all() for name in seen.names)
+        same(got, want)
+        assert got.cached_tokens == hit and rows == n - hit
+    assert eng.cache.hits == 5
+
+
+@pytest.mark.parametrize("n", [21, 29, 30, 31, 37, 38, 39, 64])
+def test_the_longest_hit_leaves_window_and_backtracking(n):
+    """L - (window + backtracking), in whole pages, with the drafter or without it."""
+    for drafts in (0, 2, 5):
+        eng = engine("one layer", verifier=Fixed(drafts))
+        counts = [run(eng, LONG[:n], params(most=1))[0].cached_tokens for _ in range(2)]
+        assert counts == [0, usable(n, n)]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 50])
+def test_snapshots_do_not_depend_on_the_chunks(rows):
+    """A chunk of any length leaves the window rows of every page end in it."""
+    whole, eng = engine(), engine(max_num_batched_tokens=rows, verifier=Fixed(2 if rows > 5 else 0))
+    run(whole, LONG[:70], params(most=1)), run(eng, LONG[:70], params(most=1))
+    a, b = (e.runtime.reuse.snapshots._held for e in (whole, eng))
+    assert list(a) == list(b) and [s.position for s in b.values()] == list(range(8, 71, 8))
+    for x, y in zip(a.values(), b.values()):
+        for v, w in zip(x.windows, y.windows):
+            torch.testing.assert_close(v, w, rtol=1e-9, atol=1e-9)
+    same(run(eng, LONG[:70], params())[0], cold().generate(LONG[:70], params())[0], False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_snapshots_are_the_bytes_of_the_rings(packed):
+    how = dict(dtype="float32", packed_cache=packed)
+    eng = engine(**how)
+    out = [run(eng, LONG[:70], params(temperature=0.0))[0] for _ in range(3)]
+    assert [c.cached_tokens for c in out] == [0, 48, 48]
+    assert out[0].logprobs == pytest.approx(out[1].logprobs, abs=1e-4)
+    same(out[2], out[1])
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_next_turn_begins_behind_prompt_and_answer(drafts):
+    """Pages that grew while tokens were written are known too: none with a rejected draft in it."""
+    eng, reference = engine(verifier=Fixed(drafts)), cold(verifier=Fixed(drafts))
+    ids, cached = LONG[:20], []
+    for turn in range(4):
+        p = params(turn, 14)
+        got, rows = run(eng, ids, p)
+        same(got, reference.generate(ids, p)[0])
+        assert rows == len(ids) - got.cached_tokens
+        cached.append(got.cached_tokens == usable(len(ids), len(ids) - 16))
+        ids = [*ids, *got.token_ids, *stream(15, turn, high=90)]
+    assert all(cached) and eng.cache.hits == 3
+
+
+def test_requests_that_run_together_share_pages():
+    eng = engine()
+    eng.generate(LONG[:70], params(most=1))
+    numbers = [eng.add([*LONG[:48], *stream(30, i, high=90)], params(i)) for i in range(3)]
+    eng.step()
+    check(eng)
+    pages = [eng.requests[i].pages for i in numbers]
+    assert pages[0][:6] == pages[1][:6] == pages[2][:6] and len({p for x in pages for p in x}) <= 18
+    assert all(eng.runtime.pages.holders(p) == 3 for p in pages[0][:6])
+    eng.abort(numbers[0])
+    check(eng)
+    assert all(eng.runtime.pages.holders(p) == 2 for p in pages[0][:6])
+    done = {}
+    while eng.unfinished:
+        done |= {c.index: c for c in eng.step()}
+        check(eng)
+    for i in numbers[1:]:
+        prompt = [*LONG[:48], *stream(30, i - numbers[0], high=90)]
+        same(done[i], cold().generate(prompt, params(i - numbers[0]))[0])
+        assert done[i].cached_tokens == 48
+    check_empty(eng)
+
+
+# ------------------------------------------------------------------------------ what is in the key
+
+
+def test_another_salt_or_picture_shares_nothing():
+    eng = engine("one layer", num_snapshots=60)
+    for salt in (None, "a", "b"):
+        assert eng.generate(LONG[:70], params(most=1), salt=salt)[0].cached_tokens == 0
+    for salt in (None, "a", "b"):
+        assert eng.generate(LONG[:70], params(most=1), salt=salt)[0].cached_tokens == 48
+    assert eng.cache.pages == 24
+    picture = (ImageSpan(20, 30, b"p" * 32),)
+    for want in (16, 48):  # the text before the picture, then all
+        number = eng.add(LONG[:70], params(most=1))
+        eng.requests[number].prefix.images = picture
+        assert [c.cached_tokens for c in eng.step()] == [want]
+    with pytest.raises(TypeError, match="salt=7: want None or a string, got int"):
+        eng.add(LONG[:9], salt=7)
+    check_empty(eng)
+
+
+# -------------------------------------------------------------------- values of the prefix are asked
+
+
+def test_prompt_log_probabilities_are_computed_and_never_remembered():
+    eng, p = engine(), params(most=3, prompt_logprobs=True)
+    (want,) = cold().generate(LONG[:60], p)
+    for _ in range(2):
+        got, rows = run(eng, LONG[:60], p)
+        assert got.cached_tokens == 0 and rows == 60 and got.prompt_logprobs[0] is None
+        assert got.prompt_logprobs[1:] == pytest.approx(want.prompt_logprobs[1:], abs=1e-9)
+        assert len(got.prompt_logprobs) == 60
+    got, rows = run(eng, LONG[:60], params(most=3))  # what it left is there for others
+    assert got.cached_tokens == 32 and rows == 28
+    same(got, want)
+
+
+def test_a_trace_sees_the_rows_that_ran():
+    eng = engine()
+    eng.generate(LONG[:70], params(most=1))
+    with eng.trace("final", "layers.0.in") as t:
+        (out,) = eng.generate(LONG[:70], params(most=1))
+    assert out.cached_tokens == 48 and t["layers.0.in"].position.tolist() == list(range(48, 70))
+    with pytest.raises(KeyError, match="no accepted row at position 47"):
+        t.at("layers.0.in", 47)
+
+
+def test_what_an_edit_has_changed_is_not_served_and_serves_nobody():
+    eng = engine()
+    (want,) = cold().generate(LONG[:70], params())
+
+    def louder(x, at):
+        return 1.5 * x
+
+    with eng.trace("layers.1.in", edit=louder):
+        (edited,) = eng.generate(LONG[:70], params())
+    assert eng.cache.pages == eng.cache.snapshots == 0 and edited.logprobs != want.logprobs
+    with eng.trace("layers.1.in", edit=louder):  # an edit that ends in the middle
+        number = eng.add(LONG[:70], params())
+        eng.step(), eng.step()
+    while number in eng.requests:
+        eng.step()
+    assert eng.cache.pages == 0
+    same(eng.generate(LONG[:70], params())[0], want)
+    with eng.trace("layers.1.in", edit=louder):
+        (again,) = eng.generate(LONG[:70], params())
+    assert again.cached_tokens == 0 and again.logprobs == pytest.approx(edited.logprobs, abs=1e-9)
+    same(eng.generate(LONG[:70], params())[0], want)
+
+
+def test_teacher_forced_passes_take_pages_that_are_only_cached():
+    eng = engine("one layer", num_pages=16, max_model_len=128)
+    want = cold("one layer").logits(LONG[:100])
+    eng.generate(LONG[:90], params(most=20))
+    assert eng.runtime.pages.free < 13 <= eng.runtime.pages.available
+    before = eng.cache
+    torch.testing.assert_close(eng.logits(LONG[:100]), want, rtol=1e-9, atol=1e-9)
+    assert eng.cache.page_evictions > 0 and eng.cache.hits == before.hits
+    check_empty(eng)
+
+
+# ---------------------------------------------------------------------------------------- evictions
+
+
+@pytest.mark.parametrize("snapshots, hit", [(0, 0), (1, 0), (2, 64), (9, 64)])
+def test_without_a_snapshot_a_hit_ends_at_the_last_one_below(snapshots, hit):
+    """Of the prompt with 88 tokens at most the last ones are kept; a hit of 64 tokens is possible."""
+    eng = engine(num_snapshots=snapshots)
+    p = params(most=1)
+    eng.generate(LONG[:72], p)  # page ends up to 72
+    got, rows = run(eng, LONG[:88], p)
+    assert got.cached_tokens == hit and rows == 88 - hit
+    same(got, cold().generate(LONG[:88], p)[0])
+    assert eng.cache.snapshots == min(snapshots, 11) or snapshots == 9
+    assert eng.cache.snapshot_bytes <= eng.runtime.reuse.snapshots.budget
+    if not snapshots:
+        assert eng.cache.pages == 11  # of known pages that were not adopted there is still one each
+
+
+def test_old_prefixes_make_room():
+    eng = engine("one layer", num_pages=14, max_model_len=96)
+    for i in range(5):
+        prompt = stream(80, i, high=90)
+        same(run(eng, prompt, params(i))[0], cold("one layer").generate(prompt, params(i))[0])
+    assert eng.cache.page_evictions > 20 and eng.runtime.pages.cached > 8
+    assert run(eng, stream(80, 0, high=90), params(most=1))[0].cached_tokens == 0
+    assert run(eng, stream(80, 4, high=90), params(most=1))[0].cached_tokens in (0, 56)
+
+
+def test_a_request_that_gave_way_goes_on_from_what_it_left():
+    """Prompt and output that were computed are found again, if nobody needed their room."""
+    eng, p = engine(verifier=Fixed(3)), params(most=40)
+    number = eng.add(LONG[:50], p)
+    while len(eng.requests[number].output) < 30:
+        eng.step()
+    request = eng.requests[number]
+    length, rows = request.length, eng.stats.prefill_rows
+    eng.runtime.scheduler.preempt(request)
+    check(eng)
+    eng.step()
+    assert eng.stats.prefill_rows - rows == length - usable(length, length - 1)
+    assert request.prefix.cached_tokens == 0 and eng.cache.hits == 1
+    while eng.unfinished:
+        done = eng.step()
+        check(eng)
+    same(done[0], cold(verifier=Fixed(3)).generate(LONG[:50], p)[0], False)
+
+
+# --------------------------------------------------------------------------- failures and other slots
+
+
+def test_what_a_failed_request_has_left_serves_nobody():
+    eng = engine()
+
+    class Wrong(Philox):
+        def draw(self, dist, keys):
+            drawn = super().draw(dist, keys)
+            bad = keys.position == 30
+            return dataclasses.replace(drawn, tokens=torch.where(bad, 97, drawn.tokens))
+
+    bad = engine(sampler=Wrong())
+    good, failing = bad.add(LONG[:40], params(most=9)), bad.add([*LONG[:40], 5], params(most=40))
+    while bad.unfinished:
+        for c in bad.step():
+            assert (c.error is None) == (c.index == good)
+        check(bad)
+    assert failing and bad.cache.pages == 48 // PAGE  # those of the good one
+    check_empty(bad), check_empty(eng)
+
+
+class Cut(Exact):
+    """Layers from 2 on forget all but the last 6 prompt rows."""
+
+    exact = False
+
+    def plan(self, prompt, config):
+        made = super().plan(prompt, config)
+        cut = max(prompt.length - 6, 0)
+        floors = tuple(0 if layer < 2 else cut for layer in range(config.num_layers))
+        return dataclasses.replace(made, rows_from=floors, kv_from=floors, floor=floors, exact=False)
+
+
+def test_what_an_approximate_window_has_left_says_so():
+    eng = engine(replay=Cut(), verifier=Fixed(2))
+    (want,) = cold(replay=Cut(), verifier=Fixed(2)).generate(LONG[:70], params(most=30))
+    same(eng.generate(LONG[:70], params(most=30))[0], want)
+    store, snapshots = eng.runtime.reuse.pages, eng.runtime.reuse.snapshots
+    assert len(store) and not any(h.exact for h in store._held.values())
+    # no window is whole before the rows that were dropped are out of it
+    assert snapshots._held and not any(s.exact for s in snapshots._held.values())
+    assert min(s.position for s in snapshots._held.values()) >= 64 + WINDOW
+    hit = eng.runtime.reuse.prefix
+    keys = hit.keys(LONG[:64])
+    assert hit.lookup(keys, 64).length == 0 and hit.lookup(keys, 64, exact=False).length == 64
+
+
+class Halfway(Exact):
+    def plan(self, prompt, config):
+        made = super().plan(prompt, config)
+        half = made.start // 2 + 3 if made.start else 0
+        return dataclasses.replace(made, start=half, write_from=max(half, made.write_from))
+
+
+def test_a_plan_that_reads_a_window_nobody_has_is_refused():
+    eng = engine("one layer", replay=Halfway())
+    eng.generate(LONG[:70], params(most=1))
+    with pytest.raises(ValueError, match=r"start 27 reads window keys below it, .* at 48 only"):
+        eng.generate(LONG[:70], params(most=1))
+    check_empty(eng)
+
+
+# ------------------------------------------------------------------------- many, with little room
+
+ROOTS = [stream(40, 100 + i, high=90) for i in range(2)]
+
+
+def prompt(kind: int) -> list[int]:
+    """Prompts of shared beginnings: of one root 8, 24 or all 40 tokens, then tokens of their own."""
+    root, at = ROOTS[kind % 2], (8, 24, 40)[kind // 2 % 3]
+    return [*root[:at], *stream((1, 25, 34)[kind // 6 % 3], 200 + kind, high=90)]
+
+
+def each(kind: int, most: int = 20) -> SamplingParams:
+    return params(kind, most, (0.0, 1.0, 0.7)[kind % 3])
+
+
+@functools.cache
+def alone(layout: str, kind: int):
+    return small_engine(layout, vocab=97, max_model_len=160).generate(prompt(kind), each(kind))[0]
+
+
+def settle(layout: str, c, kind: int, most: int) -> None:
+    want = alone(layout, kind)
+    assert c.error is None and c.token_ids == want.token_ids[: len(c.token_ids)]
+    assert c.finish_reason == "abort" or len(c.token_ids) == most
+    assert c.logprobs == pytest.approx(want.logprobs[: len(c.token_ids)], abs=1e-9)
+
+
+def crowd(chance: random.Random, eng, layout: str, count: int, gives_way: float = 0.03) -> None:
+    """`count` requests that arrive, are aborted and give way by chance."""
+    todo = [(chance.randrange(18), chance.randint(1, 20)) for _ in range(count)]
+    added: dict[int, tuple[int, int]] = {}
+    while todo or eng.unfinished:
+        for _ in range(chance.choice((0, 0, 1, 4)) if eng.unfinished else 3):
+            if todo:
+                kind, most = todo.pop()
+                added[eng.add(prompt(kind), each(kind, most))] = kind, most
+        for c in eng.step():
+            settle(layout, c, *added.pop(c.index))
+        check(eng)
+        if added and chance.random() < 0.04:
+            number = chance.choice(sorted(added))
+            settle(layout, eng.abort(number), *added.pop(number))
+        running = eng.runtime.scheduler.running
+        if running and chance.random() < gives_way:
+            eng.runtime.scheduler.preempt(chance.choice(running))
+        check(eng)
+    assert not added
+    check_empty(eng)
+
+
+@pytest.mark.parametrize(
+    "layout, drafts, scheduler, rows",
+    [
+        pytest.param("2 and 1", 3, "decode_order", 32, marks=SLOW),
+        ("one layer", 0, "fcfs", 40),
+        ("one layer", 5, "mixed", 32),
+        pytest.param("2 and 1", 0, "fcfs", 40, marks=SLOW),
+        pytest.param("2 and 1", 5, "mixed", 48, marks=SLOW),
+        pytest.param("all 2", 2, "fcfs", 11, marks=SLOW),
+    ],
+)
+def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, scheduler, rows):
+    """8 sequences want up to 8 * 13 pages; there are 34."""
+    eng = engine(
+        layout, num_pages=34, max_num_seqs=8, verifier=Fixed(drafts), scheduler=scheduler,
+        max_num_batched_tokens=rows,
+    )  # fmt: skip
+    poison(eng.runtime.cache)
+    crowd(random.Random(drafts), eng, layout, 64)
+    assert eng.cache.hits > 10 and eng.cache.page_evictions > 10 and eng.stats.preemptions > 2
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    drafts=st.integers(0, 5),
+    pages=st.integers(14, 40),
+    seqs=st.integers(1, 6),
+    rows=st.integers(6, 60),
+    snapshots=st.integers(0, 30),
+    scheduler=st.sampled_from(["fcfs", "decode_order", "mixed"]),
+)
+def test_any_crowd_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler):
+    eng = engine(
+        "one layer", num_pages=pages, max_num_seqs=seqs, verifier=Fixed(drafts), max_model_len=100,
+        max_num_batched_tokens=rows, num_snapshots=snapshots, scheduler=scheduler,
+    )  # fmt: skip
+    poison(eng.runtime.cache)
+    crowd(random.Random(seed), eng, "one layer", 14, gives_way=0.1)
