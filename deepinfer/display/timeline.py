@@ -30,6 +30,7 @@ DEVICE: Looks = {
     "prefill": (1, "P", "prompt rows"),
     "decode": (4, "D", "a row a sequence, and its drafts"),
     "mixed": (7, "M", "both"),
+    "draft": (6, "d", "the drafter proposes the next tokens"),
 }
 HATCH = "repeating-linear-gradient(45deg,#D55E00a0 0 2px,transparent 2px 6px)"
 IDLE_LETTER, PAUSE_LETTER, CUT_MARK = ".", " ", "//"
@@ -189,7 +190,7 @@ def block_of(p: Piece, looks: Looks) -> html.Html:
     box += f";{EDGE};{html.MONO};font-size:11px;line-height:2.1em;text-align:center"
     of = f" of step {s.step}" if s.step >= 0 and s.what in looks else ""
     title = f"{s.what}{of}: {milli(s.seconds)}, from {milli(s.start)} to {milli(s.stop)}"
-    roomy = p.cut or p.share > max(NARROW, 0.0085 * len(words))
+    roomy = p.cut or p.share > max(NARROW, 0.0098 * len(words))
     return html.tag("div", words if roomy else "", style=box, title=title)
 
 

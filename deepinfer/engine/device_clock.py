@@ -14,8 +14,8 @@ import torch
 
 
 class DeviceClock:
-    """A device whose work runs inside the call that starts it. host_phase: what the host does during
-    that call."""
+    """A device whose work runs inside the call that starts it. host_phase: what the host does
+    during that call."""
 
     host_phase = "wait"
 

@@ -19,10 +19,11 @@ class StepRecord:
     """One committed step.
 
     rows: prompt and decode rows that ran, verified drafts included; tokens: emitted; chunked:
-    prompts that are not complete after it; verified / accepted: drafts; sum_seqlen_qxk: summed over
-    its sequences, rows times context length; after it: running, waiting, unfinished (requests),
-    kv_usage and state_usage (0 to 1). began, ended: of its calls on the host.
-    host: (phase, start, stop), device: (start, stop), each in order of time.
+    prompts that are not complete after it; verified / accepted: drafts; preempted: gave way for it;
+    sum_seqlen_qxk: summed over its sequences, rows times context length. While it ran: running,
+    waiting (requests), kv_usage, state_usage (0 to 1). unfinished: requests left after it.
+    began, ended: its first and last moment on the host. host: (phase, start, stop); device: (kind
+    of step or 'draft', start, stop), each in the order of time.
     """
 
     step: int
@@ -46,7 +47,7 @@ class StepRecord:
     state_usage: float = 0.0
     unfinished: int = 0
     host: list[tuple[str, float, float]] = field(default_factory=list)
-    device: list[tuple[float, float]] = field(default_factory=list)
+    device: list[tuple[str, float, float]] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -54,7 +55,7 @@ class StepRecord:
 
     @property
     def device_seconds(self) -> float:
-        return math.fsum(stop - start for start, stop in self.device)
+        return math.fsum(stop - start for _, start, stop in self.device)
 
     def host_seconds(self) -> dict[str, float]:
         """Seconds by phase, every phase of PHASES; `wait` is time in which the host only waits."""
@@ -65,18 +66,17 @@ class StepRecord:
 
     def row(self, times: bool = True) -> dict[str, object]:
         """As a table's row; times=False leaves out what a clock said. Milliseconds."""
-        out: dict[str, object] = {
-            name: getattr(self, name)
-            for name in (
-                "step", "kind", "requests", "rows", "prefill_rows", "decode_rows", "tokens",
-                "chunked", "verified", "accepted", "preempted", "running", "waiting", "kv_usage",
-                "state_usage",
-                "sum_seqlen_qxk", "max_seqlen_k", "min_seqlen_k",
-            )
-        }  # fmt: skip
+        first = ("step", "kind", "requests", "rows", "tokens")
+        rest = (
+            "prefill_rows", "decode_rows", "chunked", "verified", "accepted", "preempted",
+            "running", "waiting", "kv_usage", "state_usage", "sum_seqlen_qxk", "max_seqlen_k",
+            "min_seqlen_k",
+        )  # fmt: skip
+        out: dict[str, object] = {name: getattr(self, name) for name in first}
         if times:
-            spent = {f"{phase} ms": 1e3 * s for phase, s in self.host_seconds().items()}
-            out |= spent | {"device ms": 1e3 * self.device_seconds}
+            out |= {f"{phase} ms": 1e3 * s for phase, s in self.host_seconds().items()}
+            out["device ms"] = 1e3 * self.device_seconds
+        out |= {name: getattr(self, name) for name in rest}
         return out
 
 
@@ -128,12 +128,13 @@ class RequestRecord:
     def row(self, times: bool = True) -> dict[str, object]:
         """As a table's row; times=False leaves out what a clock said. Milliseconds."""
         out: dict[str, object] = dict(
-            request=self.id, prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
-            tokens=self.tokens, preemptions=self.preemptions, finish_reason=self.finish_reason,
+            request=self.id, prompt_tokens=self.prompt_tokens, tokens=self.tokens,
+            finish_reason=self.finish_reason,
         )  # fmt: skip
         if times:
             for name, seconds in self.seconds().items():
                 out[f"{name} ms"] = None if seconds is None else 1e3 * seconds
+        out |= dict(cached_tokens=self.cached_tokens, preemptions=self.preemptions)
         return out
 
     def seconds(self) -> dict[str, float | None]:
@@ -153,10 +154,10 @@ class Tally:
     total: float = 0.0
     most: float = 0.0
 
-    def add(self, value: float) -> None:
-        self.most = value if not self.count else max(self.most, value)
-        self.count += 1
-        self.total += value
+    def add(self, *values: float) -> None:
+        self.most = max(values) if not self.count else max(self.most, *values)
+        self.count += len(values)
+        self.total += sum(values)
 
     @property
     def mean(self) -> float | None:

@@ -1,7 +1,8 @@
 """What an engine counts and how long it took.
 
     eng.stats                  the counters: the same run gives the same ones everywhere, no clock
-    eng.stats.times()          speeds, time to first token, where a step's time went
+    eng.stats.times()          speeds, and where a step's time went
+    eng.stats.latencies()      queue, TTFT, TPOT, ITL: mean and percentiles over finished requests
     eng.stats.by_step()        a row a step, the last ones            .by_request() a row a request
     eng.stats.timeline()       host and device lanes, idle gaps       .to_json(path), .reset()
 
@@ -70,7 +71,7 @@ class Stats:
     def __post_init__(self) -> None:
         self._live: dict[int, RequestRecord] = {}
         self._host = HostLane()
-        self._marks: deque[list[Any]] = deque()  # [record, begin, end] of device work not read yet
+        self._marks: deque[list[Any]] = deque()  # [record, what, begin, end], not read yet
         self._clear()
 
     def _clear(self) -> None:
@@ -105,27 +106,29 @@ class Stats:
         """The host goes on with this phase of this step. See `records.PHASES`."""
         self._host.turn(record, phase)
 
-    def device_begin(self, record: StepRecord) -> None:
-        """What the device is given from here on belongs to this step. This and `device_end` may be
-        called by the thread that drives the device, everything else by one other thread."""
-        self._marks.append([record, self.clock.mark(), None])
+    def device_begin(self, record: StepRecord, what: str = "") -> None:
+        """What the device is given from here on belongs to this step; what: 'draft', or the step's
+        kind. This and `device_end` may be called by a thread that drives the device, everything
+        else by one other thread."""
+        self._marks.append([record, what, self.clock.mark(), None])
 
     def device_end(self, record: StepRecord) -> None:
         """That was all, until the next `device_begin`."""
         if self._marks and self._marks[-1][0] is record:
-            self._marks[-1][2] = self.clock.mark()
+            self._marks[-1][3] = self.clock.mark()
 
     def wait(self, record: StepRecord) -> None:
         """The host waits for what this step gave to the device."""
         self._host.turn(record, "wait")
         if self._marks and self._marks[-1][0] is record:
-            self.clock.wait(self._marks[-1][2])
+            self.clock.wait(self._marks[-1][3])
 
     def ran(
         self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[tuple],
-        row_limit: int,
+        room: Room, unfinished: int,
     ) -> None:
-        """What this step ran: shares with their verified drafts; row_limit: most rows of a step."""
+        """What this step ran, before anything of it is freed: shares with their verified drafts;
+        unfinished: requests waiting or running."""
         record.kind, record.requests = kind, len(shares)
         shortest = 0
         for share, drafted in zip(shares, drafts):
@@ -151,16 +154,9 @@ class Stats:
         self.mixed_steps += kind == "mixed"
         self.prefill_rows += record.prefill_rows
         self.decode_rows += record.decode_rows
-        self.row_limit += row_limit
+        self.row_limit += room.max_rows
         self.sum_seqlen_qxk += record.sum_seqlen_qxk
         self.max_seqlen_k = max(self.max_seqlen_k, record.max_seqlen_k)
-
-    def close(self, record: StepRecord, room: Room, unfinished: int) -> None:
-        """The step is committed. unfinished: requests that are left."""
-        record.ended = now = self._host.turn(None)
-        self._read_marks(record)
-        record.unfinished = unfinished
-        record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
         record.running = room.states.size - room.states.free
         record.waiting = max(unfinished - record.running, 0)
         record.kv_usage = room.pages.used / room.pages.size
@@ -168,6 +164,13 @@ class Stats:
         self.peak_running = max(self.peak_running, record.running)
         self.peak_waiting = max(self.peak_waiting, record.waiting)
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
+
+    def close(self, record: StepRecord, unfinished: int) -> None:
+        """The step is committed. unfinished: requests that are left."""
+        record.ended = now = self._host.turn(None)
+        self._read_marks(record)
+        record.unfinished = unfinished
+        record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
         since = record.began if self._last_stop is None else self._last_stop
         self.seconds[record.kind] += now - since
         for phase, start, stop in record.host:
@@ -183,9 +186,10 @@ class Stats:
 
     def _read_marks(self, record: StepRecord) -> None:
         while self._marks and self._marks[0][0] is record:
-            _, begin, end = self._marks.popleft()
+            _, what, begin, end = self._marks.popleft()
             if end is not None:
-                record.device.append((self.clock.read(begin), self.clock.read(end)))
+                span = (what or record.kind, self.clock.read(begin), self.clock.read(end))
+                record.device.append(span)
 
     # ---------------------------------------------------------------------- recording: requests
 
@@ -221,10 +225,7 @@ class Stats:
         if live.last_token is None:
             live.first_token = now
         else:
-            gap = now - live.last_token
-            live.gaps.append(gap)
-            self.gaps.append(gap)
-            self.tallies["ITL"].add(gap)
+            live.gaps.append(now - live.last_token)
         live.last_token = now
         live.tokens += kept
 
@@ -240,6 +241,8 @@ class Stats:
         if gaps:
             p50, p90, p99 = (percentile(gaps, share) or 0.0 for share in (0.5, 0.9, 0.99))
             live.itl = (p50, p90, p99)
+            self.gaps.extend(gaps)
+            self.tallies["ITL"].add(*gaps)
         live.gaps = []
         self.ended_prompt_tokens += live.prompt_tokens
         self.ended_tokens += live.tokens
@@ -286,9 +289,14 @@ class Stats:
         return stats_tables.counters(self)
 
     def times(self, last: int = 100) -> Table:
-        """name, unit, all: since the beginning, last: of the last `last` steps that are held.
-        Percentiles are of the requests and the times between tokens that are held."""
+        """name, unit, all: since the beginning, last: of the last `last` steps that are held."""
         return stats_tables.times(self, last)
+
+    def latencies(self) -> Table:
+        """name, count, mean, p50, p90, p99, max of finished requests, in milliseconds. ITL is the
+        time between two emissions of a request. Percentiles are of what is held, the rest is of all.
+        """
+        return stats_tables.latencies(self)
 
     def by_step(self, *, times: bool = True) -> Table:
         """A row a step that is held; times=False leaves out what a clock said."""

@@ -66,21 +66,26 @@ def counted(stats: Stats) -> dict[str, object]:
 
 
 def times(stats: Stats, last: int) -> Table:
-    """name, unit, all, last."""
+    """name, unit, all, last: speeds, shares and milliseconds a step."""
     from deepinfer.measure.table import Table
 
     whole, recent = speeds_of_all(stats), speeds_of_last(stats, last)
     rows = [dict(name=n, unit=u, all=whole.get((n, u)), last=recent.get((n, u))) for n, u in whole]
+    title = f"speeds; last: of the last {min(last, len(stats.step_records))} steps"
+    return Table(rows, ("name", "unit", "all", "last"), title=title)
+
+
+def latencies(stats: Stats) -> Table:
+    """name, count, mean, p50, p90, p99, max."""
+    from deepinfer.measure.table import Table
+
+    rows = []
     for name, tally in stats.tallies.items():
         held = sorted(held_values(stats, name))
-        for what, value in (("mean", tally.mean), ("max", tally.most if tally.count else None)):
-            rows.append(dict(name=f"{name} {what}", unit="ms", all=milli(value), last=None))
-        for share in (50, 90, 99):
-            value = percentile(held, share / 100)
-            rows.append(dict(name=f"{name} p{share}", unit="ms", all=milli(value), last=None))
-    shown = min(last, len(stats.step_records))
-    title = f"times; last: of the last {shown} steps"
-    return Table(rows, ("name", "unit", "all", "last"), title=title)
+        row: dict[str, object] = dict(name=name, count=tally.count, mean=milli(tally.mean))
+        row |= {f"p{n}": milli(percentile(held, n / 100)) for n in (50, 90, 99)}
+        rows.append(row | {"max": milli(tally.most) if tally.count else None})
+    return Table(rows, title="latencies of finished requests, in ms")
 
 
 def speeds_of_all(stats: Stats) -> dict[tuple[str, str], float | None]:

@@ -39,9 +39,9 @@ class Timeline:
     """What host and device did, step by step.
 
     records: in the order of their steps. Times become seconds since the first of them began.
-    host: phases; device: kinds of steps; gaps: the stretches in which the device did nothing, cut
-    where the cause changes: the phase the host was in, 'outside' (of `step`), or 'no work'. The
-    step of a gap is that of the device's work behind it, -1 behind the last.
+    host: phases; device: kinds of steps, and 'draft'; gaps: the stretches in which the device did
+    nothing, cut where the cause changes: the phase the host was in, 'outside' (of `step`), or 'no
+    work'. The step of a gap is that of the device's work behind it, -1 behind the last.
 
     busy + idle + no_work = span. Raises ValueError where a lane overlaps itself.
     """
@@ -49,7 +49,7 @@ class Timeline:
     def __init__(self, records: Iterable[StepRecord]) -> None:
         self.records: tuple[StepRecord, ...] = tuple(records)
         host = [(a, b, phase, r.step) for r in self.records for phase, a, b in r.host]
-        device = [(a, b, r.kind, r.step) for r in self.records for a, b in r.device]
+        device = [(a, b, what, r.step) for r in self.records for what, a, b in r.device]
         self._origin = min((s[0] for s in (*host, *device)), default=0.0)
         self.host = _lane("host", host, self._origin)
         self.device = _lane("device", device, self._origin)
@@ -190,11 +190,11 @@ class Timeline:
 
 
 def _start(r: StepRecord) -> float:
-    return min((*(h[1] for h in r.host), *(d[0] for d in r.device)))
+    return min((*(h[1] for h in r.host), *(d[1] for d in r.device)))
 
 
 def _stop(r: StepRecord) -> float:
-    return max((*(h[2] for h in r.host), *(d[1] for d in r.device)))
+    return max((*(h[2] for h in r.host), *(d[2] for d in r.device)))
 
 
 def _near(spans: Sequence[Span], start: float, stop: float) -> Sequence[Span]:

@@ -19,7 +19,8 @@ from deepinfer.engine.scheduler import Share
 from deepinfer.engine.stats import Stats
 
 ROOM = SimpleNamespace(
-    states=SimpleNamespace(size=5, free=3), pages=SimpleNamespace(size=10, used=4), max_num_seqs=4
+    states=SimpleNamespace(size=5, free=3), pages=SimpleNamespace(size=10, used=4), max_num_seqs=4,
+    max_rows=100,
 )
 CLOCKED = ("ms", "seconds", "TTFT", "TPOT", "ITL")
 
@@ -56,14 +57,14 @@ def one_step(stats, clock, number, requests, emit=1, at=0.0, spent=(1, 1, 10, 2)
     stats.turn(record, "post-process")
     shares = [Share(r, r.computed, r.length) for r in requests]
     kind = "decode" if all(s.decode for s in shares) else "prefill"
-    stats.ran(record, kind, shares, [drafts] * len(shares), row_limit=100)
+    stats.ran(record, kind, shares, [drafts] * len(shares), ROOM, len(requests))
     for r in requests:
         r.computed = r.length
         stats.emitted(record, r, emit, emit - 1, len(drafts))
         r.output += [3] * emit
         r.computed = r.length - 1
     clock.now += post
-    stats.close(record, ROOM, len(requests) if unfinished is None else unfinished)
+    stats.close(record, len(requests) if unfinished is None else unfinished)
     return record
 
 
@@ -108,7 +109,7 @@ def test_a_step_by_the_clock(clock):
         stats.arrived(r)
     step = one_step(stats, clock, 0, [a, b], at=10.0)
     assert step.host_seconds() == dict(zip(PHASES, (1, 1, 10, 2)))
-    assert step.device == [(12, 22)] and (step.began, step.ended) == (10, 24)
+    assert step.device == [("prefill", 12, 22)] and (step.began, step.ended) == (10, 24)
     assert (step.requests, step.rows, step.tokens, step.chunked) == (2, 28, 2, 0)
     assert (step.sum_seqlen_qxk, step.max_seqlen_k, step.min_seqlen_k) == (64 + 400, 20, 8)
     assert (step.running, step.waiting, step.kv_usage, step.state_usage) == (2, 0, 0.4, 0.5)
@@ -148,18 +149,18 @@ def test_steps_interleaved_as_an_overlapped_engine_does(clock):
     stats.device_begin(second)
     stats.turn(first, "post-process")
     clock.now = 6.0
-    stats.ran(first, "decode", [], [], 100)
-    stats.close(first, ROOM, 1)
+    stats.ran(first, "decode", [], [], ROOM, 2)
+    stats.close(first, 1)
     assert first.host == [("schedule", 0, 1), ("launch", 1, 2), ("post-process", 5, 6)]
-    assert second.host == [("schedule", 2, 5)] and first.device == [(1, 5)] and not second.device
+    assert second.host == [("schedule", 2, 5)] and first.device == [("decode", 1, 5)] and not second.device
     third = stats.begin(2)
     clock.now = 9.0
     stats.device_end(second)
     stats.drop(third)
     stats.turn(second, "post-process")
-    stats.ran(second, "decode", [], [], 100)
-    stats.close(second, ROOM, 0)
-    assert second.device == [(5, 9)] and stats.steps == 2
+    stats.ran(second, "decode", [], [], ROOM, 2)
+    stats.close(second, 0)
+    assert second.device == [("decode", 5, 9)] and stats.steps == 2
     assert stats.timeline().idle_by_cause == {"schedule": 1}
 
 
@@ -257,7 +258,7 @@ def test_lanes_of_an_engine(eng):
     t = other.stats.timeline()  # lanes that overlap would raise
     assert t.busy + t.idle + t.no_work == pytest.approx(t.span)
     assert 0 < t.idle_share < 1 and {s.what for s in t.host} == set(PHASES)
-    assert {s.what for s in t.device} == {"prefill", "decode"}
+    assert {s.what for s in t.device} == {"prefill", "decode", "draft"}
     s = other.stats
     assert sum(s.seconds.values()) == pytest.approx(t.busy + t.idle, rel=1e-3)
     assert s.device_seconds == pytest.approx(t.busy)
@@ -338,7 +339,10 @@ def test_exports(eng, tmp_path):
     rows = {(r["name"], r["unit"]): r for r in s.times()}
     assert rows["output tokens", "1/s"]["all"] == pytest.approx(s.tokens / sum(s.seconds.values()))
     assert rows["steps", "1/s"]["last"] == pytest.approx(rows["steps", "1/s"]["all"])
-    assert rows["TTFT mean", "ms"]["all"] <= rows["TTFT max", "ms"]["all"]
+    for row in s.latencies():
+        assert row["count"] and row["mean"] <= row["max"]
+        assert row["p50"] <= row["p90"] <= row["p99"] <= row["max"] + 1e-9
+    assert s.latencies()["name"] == ["queue", "TTFT", "TPOT", "latency", "ITL"]
     assert s.line().startswith("[stats] decode: ") and "0 waiting" in s.line()
     assert Stats().line() == "[stats] no step yet" and len(Stats().times()) and len(Stats().table())
 
@@ -361,10 +365,10 @@ def test_what_recording_costs():
         stats.device_begin(record)
         stats.device_end(record)
         stats.turn(record, PHASES[3])
-        stats.ran(record, "decode", shares, drafts, 100)
+        stats.ran(record, "decode", shares, drafts, ROOM, 16)
         for r in requests:
             stats.emitted(record, r, 1, 0, 0)
-        stats.close(record, ROOM, 16)
+        stats.close(record, 16)
 
     best = float("inf")
     for turn in range(20):

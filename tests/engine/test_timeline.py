@@ -24,7 +24,7 @@ def synchronous(draw) -> list[StepRecord]:
         r = StepRecord(step, kind, unfinished=draw(st.integers(0, 1)))
         a, b, c = t + s, t + s + l, t + s + l + d
         r.host = [("schedule", t, a), ("launch", a, b), ("wait", b, c), ("post-process", c, c + p)]
-        r.device = [(b, c)]
+        r.device = [(kind, b, c)]
         t = c + p + away
         out.append(r)
     return out
@@ -42,9 +42,9 @@ def overlapped(draw) -> list[StepRecord]:
             r.host += [("schedule", t, t + s), ("launch", t + s, t + s + l)]
             t += s + l
             free = max(free, t) + d
-            r.device.append((free - d, free))
+            r.device.append(("decode", free - d, free))
         if before is not None:
-            done, p = max(t, before.device[-1][1]), draw(durations)
+            done, p = max(t, before.device[-1][2]), draw(durations)
             before.host += [("wait", t, done), ("post-process", done, done + p)]
             t = done + p
         before = r
@@ -80,7 +80,7 @@ def test_causes_are_what_the_host_did(made):
             found[second] = g.what
     for second in range(int(t.span)):
         at = second + origin
-        if any(a <= at < b for r in made for a, b in r.device):
+        if any(a <= at < b for r in made for _, a, b in r.device):
             assert second not in found
             continue
         phase = [p for r in made for p, a, b in r.host if a <= at < b]
@@ -96,7 +96,7 @@ def test_deterministic_and_free_of_the_origin(made):
     for r in made:
         m = StepRecord(r.step, r.kind, unfinished=r.unfinished)
         m.host = [(p, a + 1000, b + 1000) for p, a, b in r.host]
-        m.device = [(a + 1000, b + 1000) for a, b in r.device]
+        m.device = [(k, a + 1000, b + 1000) for k, a, b in r.device]
         moved.append(m)
     a, b, c = Timeline(made), Timeline(made), Timeline(moved)
     for other in (b, c):
@@ -125,7 +125,7 @@ def step(number: int, start: float, device: float = 10, unfinished: int = 1) -> 
     r = StepRecord(number, "decode", unfinished=unfinished)
     a, b = start + 1, start + 1 + device
     r.host = [("schedule", start, a), ("wait", a, b), ("post-process", b, b + 2)]
-    r.device = [(a, b)]
+    r.device = [("decode", a, b)]
     return r
 
 
@@ -141,12 +141,12 @@ def test_sums_of_a_known_case():
 def test_a_lane_that_overlaps_is_refused():
     with pytest.raises(ValueError, match="device lane overlaps.*step 1 begins 1e\\+03 ms before"):
         bad = step(1, 13)
-        bad.device = [(10, 24)]
+        bad.device = [("decode", 10, 24)]
         Timeline([step(0, 0), bad])
     with pytest.raises(ValueError, match="host lane overlaps"):
         Timeline([step(0, 0), step(1, 12)])
     with pytest.raises(ValueError, match="ends before it begins"):
-        Timeline([StepRecord(0, device=[(2, 1)])])
+        Timeline([StepRecord(0, device=[("decode", 2, 1)])])
 
 
 @given(records)
