@@ -74,6 +74,8 @@ class Room:
         request.slot = self.states.take(1)[0]
         if self.reuse is not None and start is not None:
             self.reuse.begin(request, start)
+            self.stats.found(request, request.computed)
+            self.stats.found(request, start.plan.start)
         request.state = "running"
         return True
 

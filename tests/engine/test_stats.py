@@ -308,6 +308,20 @@ def test_preemptions_are_recorded(eng):
     assert s.tokens == sum(len(c.token_ids) for c in out)
 
 
+def test_prefix_hits_are_recorded(eng):
+    other = eng.with_(prefix_cache=True, page_size=16, num_pages=200)
+    prompt = list(range(10, 130))
+    hits = []
+    for _ in range(2):
+        other.generate(prompt, max_tokens=3, ignore_eos=True)
+        hits.append(other.stats.request_records[-1].cached_tokens)
+    s = other.stats
+    assert hits[0] == 0 < hits[1] < len(prompt) and hits[1] % 16 == 0
+    assert s.cached_tokens == hits[1] == 2 * len(prompt) - s.prefill_rows
+    assert s.prefix_hit_rate == hits[1] / (2 * len(prompt))
+    assert s.by_request()["cached_tokens"] == hits
+
+
 def test_a_step_that_fails_leaves_no_record(eng):
     other = eng.with_()
     other.add([5, 6, 7], max_tokens=4, ignore_eos=True)
