@@ -196,7 +196,8 @@ class PageStore:
 class Sized(Protocol):
     """What SnapshotStore keeps: anything that says its bytes."""
 
-    exact: bool
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def nbytes(self) -> int: ...

@@ -38,6 +38,8 @@ class Crossings:
         if layer not in backbone(self.cache):
             return
         records = self.cache.windows[layer]
+        ring = records.stored
+        assert ring is not None  # a cache has storage
         segments = {i: (first, stop) for i, first, stop in keys.segments or ()}
         for i, ends in self.wanted.items():
             first, last = segments[i]
@@ -51,7 +53,7 @@ class Crossings:
                     behind = torch.arange(low, min(begin, at), device=rows.device)
                     state = torch.full_like(behind, share.request.slot)
                     places = ring_places(state, behind, self.cache.ring)
-                    parts.insert(0, records.stored[places])
+                    parts.insert(0, ring[places])
                 self._rows[i, at].append(torch.cat(parts))
 
     def snapshots(self) -> dict[int, dict[int, Snapshot]]:

@@ -135,7 +135,10 @@ class FCFS:
             self.room.end(request, "preempted")
             return
         self.room.preempt(request)
-        # in front of all that never ran; those that gave way keep their order of arrival
+        self.wait_again(request)
+
+    def wait_again(self, request: Request) -> None:
+        """In front of all that never ran; those that gave way keep their order of arrival."""
         at = next((i for i, r in enumerate(self.waiting) if r.id > request.id), len(self.waiting))
         self.waiting.insert(at, request)
 
@@ -150,14 +153,17 @@ class FCFS:
         in the queue of its state once. Those that were on the way between queues wait in front."""
         alive = {r.id: r for r in requests}
 
-        def in_state(state: str, queue: Iterable[Request]) -> list[Request]:
+        def in_state(state: str, queue: Iterable[Request]) -> tuple[list[Request], list[Request]]:
             kept = {r.id: r for r in queue if r.state == state and r.id in alive}
             lost = [r for r in alive.values() if r.state == state and r.id not in kept]
-            return [*lost, *kept.values()]
+            return lost, [*kept.values()]
 
-        waiting = in_state("waiting", self.waiting)
-        self.running = in_state("running", self.running)
-        self.waiting = deque(waiting)
+        lost, kept = in_state("running", self.running)
+        self.running = [*lost, *kept]
+        lost, kept = in_state("waiting", self.waiting)
+        self.waiting = deque(kept)
+        for request in lost:
+            self.wait_again(request)
 
     @property
     def unfinished(self) -> int:

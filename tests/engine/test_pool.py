@@ -181,7 +181,7 @@ def walk(seed: int, operations: int, **changes) -> None:
                 )
             else:
                 got.append(token.id)
-        elif move == "logits" and eng.runtime.pages.free >= 2:
+        elif move == "logits" and eng.runtime.pages.available >= 2:
             assert eng.logits(prompt(2)).isfinite().all()
         check(eng)
     for tokens, *_ in streams:

@@ -269,7 +269,11 @@ def test_a_step_that_fails_in_a_recompute_runs_again(clean, name):
 
 # ------------------------------------------------------------------------------ an interrupt, anywhere
 
-PARTS = ("engine/scheduler.py", "engine/room.py", "engine/commit.py", "engine/step.py", "cache/pages.py")
+PARTS = tuple(
+    [f"engine/{n}.py" for n in ("scheduler", "room", "commit", "step", "reuse", "crossings")]
+    + [f"cache/{n}.py" for n in ("pages", "prefix", "snapshots")]
+)
+CLEANUP = ("release", "free", "give", "_check", "recover", "recount", "know")
 
 
 class InterruptAt:
@@ -281,7 +285,7 @@ class InterruptAt:
     def __call__(self, frame, event, arg):
         if not frame.f_code.co_filename.endswith(PARTS):
             return None
-        if frame.f_code.co_name in ("release", "free", "give", "_check", "recover", "recount"):
+        if frame.f_code.co_name in CLEANUP:
             return None  # giving back, after an interrupt too, is not interrupted
         if event == "line":
             self.left -= 1

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import sys
 
 import pytest
 import torch
 from deepinfer.cache.prefix import ImageSpan
+from deepinfer.engine import commit
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
+from engine.test_preemption import InterruptAt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
+from properties.test_serving import Unlucky, interrupted
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow
@@ -378,7 +382,13 @@ def settle(layout: str, c, kind: int, most: int) -> None:
     assert c.logprobs == pytest.approx(want.logprobs[: len(c.token_ids)], abs=1e-9)
 
 
-def crowd(chance: random.Random, eng, layout: str, count: int, gives_way: float = 0.03) -> None:
+def steady(eng) -> list:
+    return eng.step()
+
+
+def crowd(
+    chance: random.Random, eng, layout: str, count: int, gives_way: float = 0.03, step=steady
+) -> None:
     """`count` requests that arrive, are aborted and give way by chance."""
     todo = [(chance.randrange(18), chance.randint(1, 20)) for _ in range(count)]
     added: dict[int, tuple[int, int]] = {}
@@ -387,7 +397,7 @@ def crowd(chance: random.Random, eng, layout: str, count: int, gives_way: float 
             if todo:
                 kind, most = todo.pop()
                 added[eng.add(prompt(kind), each(kind, most))] = kind, most
-        for c in eng.step():
+        for c in step(eng):
             settle(layout, c, *added.pop(c.index))
         check(eng)
         if added and chance.random() < 0.04:
@@ -421,6 +431,50 @@ def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, 
     poison(eng.runtime.cache)
     crowd(random.Random(drafts), eng, layout, 64)
     assert eng.cache.hits > 10 and eng.cache.page_evictions > 10 and eng.stats.preemptions > 2
+
+
+class Lucky(random.Random):
+    def random(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "drafts, rows", [(2, 12), *(pytest.param(d, r, marks=SLOW) for d, r in ((0, 40), (5, 30)))]
+)
+def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, drafts, rows):
+    """In slots, while a step is written down, and before any line of a step, giving back apart."""
+    for kind in range(18):
+        alone("one layer", kind)
+    eng = engine(
+        "one layer", num_pages=30, max_num_seqs=4, verifier=Fixed(drafts), sampler=Unlucky(),
+        max_num_batched_tokens=rows, scheduler="mixed" if drafts else "fcfs",
+    )  # fmt: skip
+    poison(eng.runtime.cache)
+    chance, faults = random.Random(drafts), [0, 0]
+    whole, lucky, unlucky = commit.stops, Lucky(), random.Random(drafts)
+    stops, undo = interrupted(random.Random(drafts))
+    monkeypatch.setattr(
+        commit, "stops", lambda *at: (whole if Unlucky.chance is lucky else stops)(*at)
+    )
+    monkeypatch.setattr(commit, "undo", undo)
+
+    def shaky(eng) -> list:
+        """A step with one kind of bad luck: what comes while it recovers is another matter."""
+        before, Unlucky.chance = sys.gettrace(), unlucky
+        if chance.random() < 0.5:
+            Unlucky.chance = lucky
+            sys.settrace(InterruptAt(int(10 ** chance.uniform(0.3, 3.5))))
+        try:
+            return eng.step()
+        except (ValueError, RuntimeError, KeyboardInterrupt) as error:
+            assert "bad luck" in str(error) or "at a line" in str(error)
+            faults["at a line" in str(error)] += 1
+            return []
+        finally:
+            sys.settrace(before)
+
+    crowd(random.Random(drafts), eng, "one layer", 40, step=shaky)
+    assert min(faults) > 10 and eng.cache.hits > 15 and eng.cache.page_evictions > 5
 
 
 @settings(max_examples=10, deadline=None)

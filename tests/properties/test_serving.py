@@ -167,7 +167,7 @@ def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **ch
             settle(layout, eng.abort(number), *added.pop(number))
         elif move == "preempt" and running:
             eng.runtime.scheduler.preempt(chance.choice(running))
-        elif move == "logits" and eng.runtime.pages.free >= 2:
+        elif move == "logits" and eng.runtime.pages.available >= 2:
             assert eng.logits(prompt(2)).isfinite().all()
         check(eng)
     while eng.unfinished:
