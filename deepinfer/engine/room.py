@@ -75,7 +75,6 @@ class Room:
         if self.reuse is not None and start is not None:
             self.reuse.begin(request, start)
             self.stats.found(request, request.computed)
-            self.stats.found(request, start.plan.start)
         request.state = "running"
         return True
 
