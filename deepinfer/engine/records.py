@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-PHASES = ("schedule", "launch", "wait", "post-process")  # of a step, on the host
+PHASES: tuple[str, ...] = ("schedule", "launch", "wait", "post-process")  # of a step, on the host
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """What an engine counts and how long it took.
 
     eng.stats                  the counters: the same run gives the same ones everywhere, no clock
+    eng.stats.drafts()         verified and accepted drafts by depth
     eng.stats.times()          speeds, and where a step's time went
     eng.stats.latencies()      queue, TTFT, TPOT, ITL: mean and percentiles over finished requests
     eng.stats.by_step()        a row a step, the last ones            .by_request() a row a request
@@ -12,7 +13,7 @@ Totals are of everything since the engine was made or `reset`. Of single steps a
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -78,8 +79,9 @@ class Stats:
         self.step_records: deque[StepRecord] = deque(maxlen=self.held_steps)
         self.request_records: deque[RequestRecord] = deque(maxlen=self.held_requests)
         self.gaps: deque[float] = deque(maxlen=HELD_GAPS)
-        self.seconds = Counter[str]()  # of steps by kind, without the time in which nothing waited
-        self.host_seconds = Counter[str]()  # by phase
+        # of steps by kind, without the time in which no request was there; of the host by phase
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.host_seconds: dict[str, float] = defaultdict(float)
         self.device_seconds = 0.0
         self.tallies = {name: Tally() for name in ("queue", "TTFT", "TPOT", "latency", "ITL")}
         self._preempted = 0  # preemptions up to the step before
@@ -285,8 +287,13 @@ class Stats:
         return 1 - self.device_seconds / seconds if seconds else None
 
     def table(self) -> Table:
-        """name, value: every counter, drafts by depth; nothing that a clock said."""
+        """name, value: every counter; nothing that a clock said."""
         return stats_tables.counters(self)
+
+    def drafts(self) -> Table:
+        """A row a draft depth, 1 first: verified, accepted, and of the verified the share that was
+        accepted (acceptance) and the one that the drafter expected (survival)."""
+        return stats_tables.drafts(self)
 
     def times(self, last: int = 100) -> Table:
         """name, unit, all: since the beginning, last: of the last `last` steps that are held."""
@@ -294,8 +301,7 @@ class Stats:
 
     def latencies(self) -> Table:
         """name, count, mean, p50, p90, p99, max of finished requests, in milliseconds. ITL is the
-        time between two emissions of a request. Percentiles are of what is held, the rest is of all.
-        """
+        time between two emissions of a request. Percentiles: of those held; the rest: of all."""
         return stats_tables.latencies(self)
 
     def by_step(self, *, times: bool = True) -> Table:
@@ -326,7 +332,7 @@ class Stats:
         return stats_tables.as_json(self, path)
 
     def __repr__(self) -> str:
-        return self.table().to_text()
+        return stats_tables.as_text(self)
 
     def _repr_html_(self) -> str:
-        return stats_tables.as_html(self.table())
+        return stats_tables.as_html(self)

@@ -1,4 +1,7 @@
-"""What `Stats` shows: counters, times, one line for a log, JSON."""
+"""What `Stats` shows: counters, times, one line for a log, JSON.
+
+Records are copied with `list` before they are looked at: another thread may be running steps.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,21 @@ def counters(stats: Stats) -> Table:
     return Table([dict(name=n, value=v) for n, v in counted(stats).items()])
 
 
-def as_html(table: Table) -> str:
-    """Every row of it: all counters are one thing to look at."""
+def as_text(stats: Stats) -> str:
+    """Every counter, then the drafts by depth where there are any."""
+    parts = [counters(stats), *([drafts(stats)] if stats.drafted else [])]
+    return "\n\n".join(table.to_text() for table in parts)
+
+
+def as_html(stats: Stats) -> str:
+    """As `as_text`."""
     from deepinfer.display import html
 
-    columns, shown, numeric, note = table._shown(len(table))
-    return html.table(columns, shown, numeric=numeric, caption=table.title, note=note)
+    pages = []
+    for table in [counters(stats), *([drafts(stats)] if stats.drafted else [])]:
+        columns, shown, numeric, note = table._shown(len(table))
+        pages.append(html.table(columns, shown, numeric=numeric, note=note))
+    return html.block(*pages)
 
 
 def counted(stats: Stats) -> dict[str, object]:
@@ -59,9 +71,23 @@ def counted(stats: Stats) -> dict[str, object]:
         out["mean_prompt_tokens"] = stats.ended_prompt_tokens / n
         out["mean_tokens"] = stats.ended_tokens / n
     out |= {f"finished {k}": v for k, v in sorted(stats.finished.items())}
-    for depth in sorted(stats.drafted):
-        out[f"draft {depth + 1} verified"] = stats.drafted[depth]
-        out[f"draft {depth + 1} accepted"] = stats.accepted[depth]
+    return out
+
+
+def drafts(stats: Stats) -> Table:
+    """depth, verified, accepted, acceptance, survival."""
+    from deepinfer.measure.table import Table
+
+    columns = ("depth", "verified", "accepted", "acceptance", "survival")
+    return Table(by_depth(stats), columns)
+
+
+def by_depth(stats: Stats) -> list[dict[str, Any]]:
+    out = []
+    for depth, verified in sorted(stats.drafted.items()):
+        row: dict[str, Any] = dict(depth=depth + 1, verified=verified, accepted=stats.accepted[depth])
+        row["acceptance"] = stats.accepted[depth] / verified
+        out.append(row | {"survival": stats.survival[depth] / verified})
     return out
 
 
@@ -139,14 +165,14 @@ def speeds(steps, tokens, prefill_rows, decode_tokens, seconds, host, device) ->
 def held_values(stats: Stats, name: str) -> Iterable[float]:
     if name == "ITL":
         return stats.gaps
-    values = (r.seconds()[name] for r in stats.request_records)
+    values = (r.seconds()[name] for r in list(stats.request_records))
     return [v for v in values if v is not None]
 
 
 def rows(records: Iterable[StepRecord] | Iterable[RequestRecord], times: bool, what: str) -> Table:
     from deepinfer.measure.table import Table
 
-    return Table([r.row(times) for r in records], title=f"the last {what}")
+    return Table([r.row(times) for r in list(records)], title=f"the last {what}")
 
 
 def line(stats: Stats, last: int) -> str:
@@ -174,15 +200,16 @@ def as_dict(stats: Stats) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "counters": counted(stats),
+        "drafts": by_depth(stats),
         "seconds": {
             "by_kind": dict(stats.seconds),
             "host": dict(stats.host_seconds),
             "device": stats.device_seconds,
             **{n: dataclasses.asdict(t) for n, t in stats.tallies.items()},
         },
-        "steps": [dataclasses.asdict(r) for r in stats.step_records],
+        "steps": [dataclasses.asdict(r) for r in list(stats.step_records)],
         "requests": [
-            dataclasses.asdict(r) | {"seconds": r.seconds()} for r in stats.request_records
+            dataclasses.asdict(r) | {"seconds": r.seconds()} for r in list(stats.request_records)
         ],
     }
 

@@ -1,6 +1,5 @@
 """Statistics: exact totals, bounded records, and a recording that costs next to nothing."""
 
-import itertools
 import json
 import time
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 
 import deepinfer as di
+from deepinfer.engine import device_clock
 from deepinfer.engine import records as records_module
 from deepinfer.engine import stats as stats_module
 from deepinfer.engine.records import PHASES, Tally, percentile
@@ -42,7 +42,9 @@ def request(id: int, prompt: int = 8) -> Request:
     return Request(id, list(range(prompt)), di.SamplingParams(max_tokens=64), seed=0)
 
 
-def one_step(stats, clock, number, requests, emit=1, at=0.0, spent=(1, 1, 10, 2), unfinished=None, drafts=()):
+def one_step(
+    stats, clock, number, requests, emit=1, at=0.0, spent=(1, 1, 10, 2), unfinished=None, drafts=()
+):
     """One step by hand, at this time: schedule, launch, wait with the device busy, post-process."""
     clock.now = at
     schedule, launch, wait, post = spent
@@ -152,7 +154,8 @@ def test_steps_interleaved_as_an_overlapped_engine_does(clock):
     stats.ran(first, "decode", [], [], ROOM, 2)
     stats.close(first, 1)
     assert first.host == [("schedule", 0, 1), ("launch", 1, 2), ("post-process", 5, 6)]
-    assert second.host == [("schedule", 2, 5)] and first.device == [("decode", 1, 5)] and not second.device
+    assert second.host == [("schedule", 2, 5)] and not second.device
+    assert first.device == [("decode", 1, 5)]
     third = stats.begin(2)
     clock.now = 9.0
     stats.device_end(second)
@@ -175,7 +178,8 @@ def test_totals_stay_exact_while_records_are_bounded(clock):
     assert len(stats.step_records) == 16 and len(stats.request_records) == 8
     assert not stats._marks and not stats._live
     assert (stats.steps, stats.tokens, stats.finished["stop"], stats.requests) == (100,) * 4
-    assert stats.device_seconds == 1000 and stats.tallies["TTFT"] == Tally(100, 12.0 + 99 * 18, 18.0)
+    assert stats.device_seconds == 1000
+    assert stats.tallies["TTFT"] == Tally(100, 12.0 + 99 * 18, 18.0)
     assert [r.step for r in stats.timeline(5)] == [95, 96, 97, 98, 99]
 
 
@@ -210,6 +214,60 @@ def test_percentile_is_numpys(values, share):
     ordered = sorted(values)
     assert percentile(ordered, share) == pytest.approx(np.quantile(ordered, share), abs=1e-6)
     assert percentile([], share) is None
+
+
+def test_marks_of_a_cuda_stream(monkeypatch):
+    """With made-up events: distances add up from one to the next, on the host's axis."""
+    hands = SimpleNamespace(host=50.0, stream=7000.0)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at = hands.stream
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    cuda = SimpleNamespace(Event=Event, current_stream=lambda device: device)
+    monkeypatch.setattr(device_clock, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device_clock, "perf_counter", lambda: hands.host)
+    clock = device_clock.CudaClock("cuda:0")
+    clock.anchor()
+    marks = []
+    for at in (7001.0, 7004.0, 7004.5):
+        hands.stream = at
+        marks.append(clock.mark())
+    assert [clock.read(m) for m in marks] == pytest.approx([51, 54, 54.5])
+    hands.host, hands.stream = 60.0, 7100.0  # the host's clock is the one that counts
+    clock.anchor()
+    hands.stream = 7102.0
+    assert clock.read(clock.mark()) == 62
+    hands.host = 61.0  # read behind an anchor, time never runs back
+    clock.anchor()
+    assert clock.read(clock.mark()) == 62
+
+
+@pytest.mark.gpu
+def test_lanes_of_a_cuda_engine():
+    """The device's spans lie where the host launched them, and they are not empty."""
+    import torch
+
+    with di.Engine.tiny(device="cuda", dtype="float32", verifier="fixed") as engine:
+        for _ in range(2):
+            engine.generate([[5, 6, 7], [8, 9]], max_tokens=8, ignore_eos=True)
+            torch.cuda.synchronize()
+        t = engine.stats.timeline()
+        assert t.busy + t.idle + t.no_work == pytest.approx(t.span)
+        first = {r.step: r.began for r in t.records}
+        last = {r.step: r.ended for r in t.records}
+        for r in t.records:
+            for _, start, stop in r.device:
+                assert first[r.step] - 1e-3 <= start < stop <= last[r.step] + 1e-3
 
 
 # ------------------------------------------------------------------------------------ an engine
@@ -249,8 +307,8 @@ def test_what_an_engine_records(eng):
     for r in requests:
         assert 0 <= r.queue_time <= r.ttft <= r.latency and r.tpot >= 0
     assert not s._live and not s._marks
-    for a, b in itertools.pairwise(c.steps for c in out):
-        assert {t.step for t in a} <= {r.step for r in steps}
+    for c in out:
+        assert {t.step for t in c.steps} <= {r.step for r in steps}
 
 
 def test_lanes_of_an_engine(eng):
@@ -357,6 +415,12 @@ def test_exports(eng, tmp_path):
         assert row["count"] and row["mean"] <= row["max"]
         assert row["p50"] <= row["p90"] <= row["p99"] <= row["max"] + 1e-9
     assert s.latencies()["name"] == ["queue", "TTFT", "TPOT", "latency", "ITL"]
+    assert whole["drafts"] == s.drafts().rows and len(s.drafts()) == 5
+    for i, row in enumerate(s.drafts()):
+        assert (row["depth"], row["verified"]) == (i + 1, s.drafted[i])
+        assert row["accepted"] == s.accepted[i]
+    error = [r["verified"] * abs(r["acceptance"] - r["survival"]) for r in s.drafts()]
+    assert s.confidence_error == pytest.approx(sum(error) / sum(s.drafted.values()))
     assert s.line().startswith("[stats] decode: ") and "0 waiting" in s.line()
     assert Stats().line() == "[stats] no step yet" and len(Stats().times()) and len(Stats().table())
 

@@ -1,4 +1,4 @@
-"""Timelines are pure functions of step records: made-up records with whole seconds, so sums are exact."""
+"""Timelines are pure functions of step records. Made-up ones have whole seconds: sums are exact."""
 
 import json
 import re
@@ -130,7 +130,7 @@ def step(number: int, start: float, device: float = 10, unfinished: int = 1) -> 
 
 
 def test_sums_of_a_known_case():
-    """Two steps; 5 seconds in which requests wait and nobody calls the engine, then 100 without work."""
+    """5 seconds in which requests wait and nobody calls the engine, then 100 without work."""
     t = Timeline([step(0, 0), step(1, 18, unfinished=0), step(2, 131)])
     assert (t.span, t.busy) == (144, 30)
     assert t.idle_by_cause == {"post-process": 6, OUTSIDE: 5, "schedule": 3}
