@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -207,12 +208,33 @@ class Engine(EngineFacts):
 
     def abort(self, id: int) -> Completion:
         """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
+        request = self._known(id)
+        self._forget(request)
+        return self._completion(id, request)
+
+    @completes(Sampling)
+    def fork(
+        self, id: int, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+    ) -> int:
+        """Queue another request that goes on from all that request `id` has so far; returns its id.
+
+        params: None keeps those of the request but for the seed, which is a new one where it is not
+        given; sampling: fields to change. max_tokens counts what is there already. With
+        prefix_cache=True both share the pages they have in common; without it, these tokens are
+        computed again. KeyError if unknown.
+        """
+        parent = self._known(id)
+        if params is None:
+            params = dataclasses.replace(parent.params, **{"seed": None, **sampling})
+        elif sampling:
+            params = params_list(params, sampling, 1)[0]  # says that it is one or the other
+        return self._open().fork(parent, params).id
+
+    def _known(self, id: int) -> Request:
         requests = self.requests
         if id not in requests:
             raise KeyError(f"no request {id} is waiting or running: {sorted(requests)} are")
-        request = requests[id]
-        self._forget(request)
-        return self._completion(id, request)
+        return requests[id]
 
     @completes(Sampling)
     def stream(

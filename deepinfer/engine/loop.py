@@ -14,7 +14,7 @@ from deepinfer import rng
 from deepinfer.engine import commit, step, teacher
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.records import StepRecord
-from deepinfer.engine.request import Request
+from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule, require_runnable
 from deepinfer.engine.text import token_bytes
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from deepinfer.measure.trace import Trace
 
+# what a request has emitted so far
+SO_FAR = ("output", "logprobs", "top_logprobs", "prompt_logprobs", "steps")
 MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before the scheduler is blamed
 
 
@@ -50,7 +52,8 @@ class Loop:
         deadline: float | None = None,
         salt: str | None = None,
     ) -> Request:
-        """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError for what this engine cannot run."""
+        """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError
+        for what this engine cannot run."""
         rt, vocab = self.rt, self.rt.config.vocab_size
         params.validate_for(vocab)
         limit = rt.limits.model_len
@@ -75,7 +78,40 @@ class Loop:
                 f"{request.plan.rows_from[-1]}, whose log-probabilities do not exist; use "
                 "replay='exact'"
             )
-        need = rt.room.most(request)
+        return self._queue(request)
+
+    def fork(self, parent: Request, params: SamplingParams) -> Request:
+        """Queue a request that goes on from all that this one has so far, in the pages of it that
+        are known. Raises ValueError where nothing is left to generate."""
+        done = len(parent.output)
+        params.validate_for(self.rt.config.vocab_size)
+        if params.grammar != parent.params.grammar:
+            raise ValueError(
+                f"fork of request {parent.id}: another grammar was given, and what is written so far "
+                "went by its own; leave grammar out"
+            )
+        room = self.rt.limits.model_len - len(parent.prompt)
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        if params.max_tokens <= done:
+            raise ValueError(
+                f"fork of request {parent.id}: it has {done} tokens and max_tokens is "
+                f"{params.max_tokens}: the count includes those, give more"
+            )
+        seed = params.seed
+        if seed is None:
+            seed = rng.request_seed(self.rt.settings.seed, self._count)
+        child = dataclasses.replace(
+            parent, id=self._count, params=params, seed=seed, state="waiting", pages=[], slot=0,
+            draft=None, preemptions=0, deadline=None,
+            prefix=Prefix(parent.prefix.salt, parent.prefix.images),
+            grammar=None if parent.grammar is None else parent.grammar.fork(),
+            **{name: list(getattr(parent, name)) for name in SO_FAR},
+        )  # fmt: skip
+        child.restart()
+        return self._queue(child)
+
+    def _queue(self, request: Request) -> Request:
+        rt, need = self.rt, self.rt.room.most(request)
         if rt.pages.ask(need) == "never":
             raise ValueError(
                 f"the request needs {need} pages of {rt.limits.page_size} tokens, the pool has "

@@ -165,6 +165,51 @@ def test_requests_that_run_together_share_pages():
     check_empty(eng)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_fork_goes_on_from_the_same_tokens_in_the_same_pages(drafts):
+    """With the seed of its parent it is its parent; with another it is what it is without a cache."""
+    forks = {}
+    for cached in (False, True):
+        eng = engine(verifier=Fixed(drafts), prefix_cache=cached)
+        parent = eng.add(LONG[:50], params(most=30))
+        while len(eng.requests[parent].output) < 11:
+            eng.step()
+        had = list(eng.requests[parent].output)
+        numbers = [parent, eng.fork(parent, seed=5), eng.fork(parent, seed=9), eng.fork(parent)]
+        eng.step()
+        check(eng)
+        pages = [eng.requests[i].pages for i in numbers]
+        shared = usable(50 + len(had), 50 + len(had) - 1) // PAGE
+        assert all(p[:shared] == pages[0][:shared] for p in pages) == cached
+        done = {}
+        while eng.unfinished:
+            done |= {c.index: c for c in eng.step()}
+            check(eng)
+        check_empty(eng)
+        assert done[numbers[0]].token_ids == done[numbers[1]].token_ids
+        assert all(list(c.token_ids[: len(had)]) == had for c in done.values())
+        assert len({c.token_ids for c in done.values()}) == 3
+        same(done[parent], cold(verifier=Fixed(drafts)).generate(LONG[:50], params(most=30))[0])
+        forks[cached] = [(c.token_ids, c.steps) for c in done.values()]
+    assert [t for t, _ in forks[False]] == [t for t, _ in forks[True]]
+
+
+def test_a_fork_that_cannot_go_on_is_refused():
+    eng = engine("one layer")
+    number = eng.add(LONG[:9], params(most=8))
+    for _ in range(4):
+        eng.step()
+    with pytest.raises(ValueError, match="it has 4 tokens and max_tokens is 4"):
+        eng.fork(number, max_tokens=4)
+    with pytest.raises(ValueError, match="another grammar was given"):
+        eng.fork(number, grammar="a")
+    with pytest.raises(KeyError, match="no request 7"):
+        eng.fork(7)
+    check(eng)
+    eng.abort(number)
+    check_empty(eng)
+
+
 # ------------------------------------------------------------------------------ what is in the key
 
 
