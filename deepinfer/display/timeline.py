@@ -32,7 +32,7 @@ DEVICE: Looks = {
     "mixed": (7, "M", "both"),
     "draft": (6, "d", "the drafter proposes the next tokens"),
 }
-HATCH = "repeating-linear-gradient(45deg,#D55E00a0 0 2px,transparent 2px 6px)"
+HATCH = "repeating-linear-gradient(45deg,#D55E00d0 0 2px,transparent 2px 6px)"
 IDLE_LETTER, PAUSE_LETTER, CUT_MARK = ".", " ", "//"
 
 
@@ -244,7 +244,7 @@ def causes(t: Timeline) -> html.Html:
     return remark(f"The device idled while the host was in: {said}.")
 
 
-CAUSES = {"outside": "code outside of step", "wait": "wait (a launch under way)"}
+CAUSES = {"outside": "code outside of step"}
 
 
 def headline(t: Timeline) -> str:

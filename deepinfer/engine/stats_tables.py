@@ -85,9 +85,9 @@ def drafts(stats: Stats) -> Table:
 def by_depth(stats: Stats) -> list[dict[str, Any]]:
     out = []
     for depth, verified in sorted(stats.drafted.items()):
-        row: dict[str, Any] = dict(depth=depth + 1, verified=verified, accepted=stats.accepted[depth])
-        row["acceptance"] = stats.accepted[depth] / verified
-        out.append(row | {"survival": stats.survival[depth] / verified})
+        accepted, survival = stats.accepted[depth], stats.survival[depth]
+        row: dict[str, Any] = dict(depth=depth + 1, verified=verified, accepted=accepted)
+        out.append(row | {"acceptance": accepted / verified, "survival": survival / verified})
     return out
 
 
