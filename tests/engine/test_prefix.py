@@ -104,10 +104,11 @@ def test_the_longest_hit_leaves_window_and_backtracking(n):
         assert counts == [0, usable(n, n)]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 13, 50])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=SLOW), 5, 8, 13, 50])
 def test_snapshots_do_not_depend_on_the_chunks(rows):
     """A chunk of any length leaves the window rows of every page end in it."""
     whole, eng = engine(), engine(max_num_batched_tokens=rows, verifier=Fixed(2 if rows > 5 else 0))
+    run(eng, [5], params(most=1))  # not in the first slot
     run(whole, LONG[:70], params(most=1)), run(eng, LONG[:70], params(most=1))
     a, b = (e.runtime.reuse.snapshots._held for e in (whole, eng))
     assert list(a) == list(b) and [s.position for s in b.values()] == list(range(8, 71, 8))
@@ -127,7 +128,7 @@ def test_snapshots_are_the_bytes_of_the_rings(packed):
     same(out[2], out[1])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=SLOW), 3])
 def test_the_next_turn_begins_behind_prompt_and_answer(drafts):
     """Pages that grew while tokens were written are known too: none with a rejected draft in it."""
     eng, reference = engine(verifier=Fixed(drafts)), cold(verifier=Fixed(drafts))
@@ -165,7 +166,7 @@ def test_requests_that_run_together_share_pages():
     check_empty(eng)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=SLOW), 3])
 def test_a_fork_goes_on_from_the_same_tokens_in_the_same_pages(drafts):
     """With the seed of its parent it is its parent; with another it is what it is without a cache."""
     forks = {}
@@ -460,15 +461,16 @@ def crowd(
     "layout, drafts, scheduler, rows",
     [
         pytest.param("2 and 1", 3, "decode_order", 32, marks=SLOW),
-        ("one layer", 0, "fcfs", 40),
-        ("one layer", 5, "mixed", 32),
+        ("two layers", 0, "fcfs", 40),
+        ("two layers", 5, "mixed", 32),
         pytest.param("2 and 1", 0, "fcfs", 40, marks=SLOW),
         pytest.param("2 and 1", 5, "mixed", 48, marks=SLOW),
         pytest.param("all 2", 2, "fcfs", 11, marks=SLOW),
     ],
 )
 def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, scheduler, rows):
-    """8 sequences want up to 8 * 13 pages; there are 34."""
+    """8 sequences want up to 8 * 13 pages; there are 34. Of two layers at least: the window rows of
+    the last one are behind every hit and in no later key."""
     eng = engine(
         layout, num_pages=34, max_num_seqs=8, verifier=Fixed(drafts), scheduler=scheduler,
         max_num_batched_tokens=rows,
@@ -489,9 +491,9 @@ class Lucky(random.Random):
 def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, drafts, rows):
     """In slots, while a step is written down, and before any line of a step, giving back apart."""
     for kind in range(18):
-        alone("one layer", kind)
+        alone("two layers", kind)
     eng = engine(
-        "one layer", num_pages=30, max_num_seqs=4, verifier=Fixed(drafts), sampler=Unlucky(),
+        "two layers", num_pages=30, max_num_seqs=4, verifier=Fixed(drafts), sampler=Unlucky(),
         max_num_batched_tokens=rows, scheduler="mixed" if drafts else "fcfs",
     )  # fmt: skip
     poison(eng.runtime.cache)
@@ -518,12 +520,11 @@ def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, 
         finally:
             sys.settrace(before)
 
-    crowd(random.Random(drafts), eng, "one layer", 40, step=shaky)
+    crowd(random.Random(drafts), eng, "two layers", 40, step=shaky)
     assert min(faults) > 10 and eng.cache.hits > 15 and eng.cache.page_evictions > 5
 
 
-@settings(max_examples=10, deadline=None)
-@given(
+CROWDS = given(
     seed=st.integers(0, 10**6),
     drafts=st.integers(0, 5),
     pages=st.integers(14, 40),
@@ -532,10 +533,25 @@ def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, 
     snapshots=st.integers(0, 30),
     scheduler=st.sampled_from(["fcfs", "decode_order", "mixed"]),
 )
+
+
+@settings(max_examples=5, deadline=None)
+@CROWDS
 def test_any_crowd_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler):
+    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler)
+
+
+@SLOW
+@settings(max_examples=100, deadline=None)
+@CROWDS
+def test_any_of_many_crowds_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler):
+    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler)
+
+
+def serial(seed, drafts, pages, seqs, rows, snapshots, scheduler) -> None:
     eng = engine(
-        "one layer", num_pages=pages, max_num_seqs=seqs, verifier=Fixed(drafts), max_model_len=100,
+        "two layers", num_pages=pages, max_num_seqs=seqs, verifier=Fixed(drafts), max_model_len=100,
         max_num_batched_tokens=rows, num_snapshots=snapshots, scheduler=scheduler,
     )  # fmt: skip
     poison(eng.runtime.cache)
-    crowd(random.Random(seed), eng, "one layer", 14, gives_way=0.1)
+    crowd(random.Random(seed), eng, "two layers", 11, gives_way=0.1)

@@ -29,7 +29,10 @@ LAYOUTS: dict[str, tuple] = {
     "4 and 2 and 1": ((4, 4, 2, 2, 1, 0), (0, 2, 4), (0, 1, 2, 4), 2),
     "windows only": ((0, 0, 0, 0, 0, 0), (), (), None),
 }
-ONE = {"one layer": ((1, 0), (0,), (0,), None)}  # the cheapest step, where numbers do not matter
+ONE = {
+    "one layer": ((1, 0), (0,), (0,), None),  # the cheapest step, where numbers do not matter
+    "two layers": ((2, 1, 0), (0, 1), (0, 1), None),  # where window rows of the past do matter
+}
 
 
 def small_config(layout: str = "2 and 1", vocab: int | None = None, **changes) -> ModelConfig:
