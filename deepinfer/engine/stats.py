@@ -196,8 +196,8 @@ class Stats:
     # ---------------------------------------------------------------------- recording: requests
 
     def arrived(self, request: Request) -> None:
-        """A request was added."""
-        self._live[request.id] = RequestRecord(request.id, len(request.prompt), perf_counter())
+        """A request was added. What a fork has of its parent's output is prompt to it."""
+        self._live[request.id] = RequestRecord(request.id, request.length, perf_counter())
         self.requests += 1
 
     def found(self, request: Request, tokens: int) -> None:

@@ -380,6 +380,21 @@ def test_prefix_hits_are_recorded(eng):
     assert s.by_request()["cached_tokens"] == hits
 
 
+def test_a_fork_is_a_request_behind_all_that_its_parent_had(eng):
+    other = eng.with_(prefix_cache=True, page_size=8, num_pages=200)
+    parent = other.add(list(range(10, 40)), max_tokens=40, ignore_eos=True)
+    while len(other.requests[parent].output) < 30:
+        other.step()
+    had = other.requests[parent].length
+    child = other.fork(parent, max_tokens=36, ignore_eos=True)
+    while other.unfinished:
+        other.step()
+    records = {r.id: r for r in other.stats.request_records}
+    assert records[child].prompt_tokens == had and records[child].tokens == 36 - (had - 30)
+    assert other.stats.tokens == records[parent].tokens + records[child].tokens
+    assert 0 < records[child].cached_tokens < had and other.stats.prefix_hit_rate < 1
+
+
 def test_a_step_that_fails_leaves_no_record(eng):
     other = eng.with_()
     other.add([5, 6, 7], max_tokens=4, ignore_eos=True)
