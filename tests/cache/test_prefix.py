@@ -579,3 +579,61 @@ def test_random_operations_of_other_sizes(size, budget):
 
 def test_a_held_page_is_exact_unless_said():
     assert HeldPage(3) == HeldPage(3, True)
+
+
+# -------------------------------------------------------------------------------------- interrupts
+
+
+class At:
+    """KeyboardInterrupt before the n-th line that runs in the cache."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.endswith(("cache/pages.py", "cache/prefix.py")):
+            return None
+        self.left -= event == "line"
+        if event == "line" and self.left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self
+
+
+def moves(cache, held: list[list[int]]) -> None:
+    """Registers over an inexact page, evicts, takes what is cached, gives back."""
+    pages = pages_of(cache)
+    keys = cache.keys([1, 2, 3, 4, 5, 6, 7, 8])
+    cache.register(keys, held[0])
+    cache.pages.evict(keys[1])
+    cache.register_snapshot(keys, Rows(8))
+    cache.register_snapshot(keys, Rows(4, nbytes=95))
+    held.append(pages.take(4))
+    pages.give(held.pop())
+
+
+def test_an_interrupt_at_any_line_leaves_tables_that_agree():
+    for n in range(1, 400):
+        cache = prefix_cache(size=6)
+        pages, held = pages_of(cache), []
+        stored(cache, [1, 2, 3, 4, 5, 6, 7, 8], exact=False)
+        stored(cache, [9, 9, 9, 9])
+        held.append(pages.take(2))
+        before = sys.gettrace()
+        sys.settrace(At(n))
+        try:
+            moves(cache, held)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        cache.pages.recover()
+        cache.snapshots.recover()
+        pages.recount(held)
+        check_prefix(cache)
+        assert pages.used == sum(map(len, held))
+        pages.take(pages.available)
+        check_prefix(cache)
+    assert n > 60
