@@ -1,100 +1,162 @@
 """Commit: append what was accepted, check the stops, set lengths back, free what finished.
 
-Rolling back a rejected draft is setting `computed`: every key is stored by position and the next
+Rolling back a rejected draft is setting `stored`: every key is stored by position and the next
 step overwrites what lies past it.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, replace
 
+from deepinfer.engine.drafts import HeldDraft
+from deepinfer.engine.flight import Flight, Outcome
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Schedule
-from deepinfer.engine.step import StepResult
+from deepinfer.engine.scheduler import Share
+from deepinfer.engine.step import require_rows
 
 
-def commit(rt: Runtime, result: StepResult, record: StepRecord, kind: str) -> None:
-    """Write a step's result into its requests and release those that finished."""
-    stats, step = rt.stats, record.step
-    stats.wait(record)
+def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
+    """Write what a step gave into its requests and release those that finished. A request that has
+    finished or given way since the launch gets nothing."""
+    stats, record = rt.stats, flight.record
     stats.turn(record, "post-process")
-    stats.ran(record, kind, result.shares, result.drafts, rt.room, rt.scheduler.unfinished)
-    for share in result.shares:
-        share.request.computed = share.stop
-    guarded = [(share.request, prompt_logprobs, (result, i, step)) for i, share in enumerate(result.shares)]
+    if result.asked is not None:
+        require_rows(rt, result.asked.tolist(), flight.budget)
+    landing = [i for i, s in enumerate(flight.shares) if s.request.in_flight(flight.step)]
+    shares = [settled(s) if i in landing else s for i, s in enumerate(flight.shares)]
+    drafts = dict(zip(flight.emitters, (range(n - 1) for n in result.rows.tolist())))
+    verified = [drafts.get(i, range(0)) for i in range(len(shares))]
+    stats.ran(record, flight.kind, shares, verified, rt.room, rt.scheduler.unfinished)
+    written = {i: max(a.written for a in shares[i].request.ahead) for i in landing}
+    for i in landing:
+        request = shares[i].request
+        request.stored, request.ahead = shares[i].stop, request.ahead[1:]
+    values = Emitted.of(result)
+    guarded = [(shares[i].request, prompt_logprobs, (shares[i], result, i, record.step)) for i in landing]
     guarded += [
-        (result.shares[i].request, emit, (rt, result, b, record)) for b, i in enumerate(result.emitters)
-    ]
+        (shares[i].request, emit, (rt, shares[i].request, values, e, record))
+        for e, i in enumerate(flight.emitters) if i in written
+    ]  # fmt: skip
     for request, write, arguments in guarded:
         try:
             write(*arguments)
         except Exception as error:  # what one request's result breaks costs that request only
             request.finish("error", error)
+    hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
-        for share, drafts in zip(result.shares, result.drafts):
-            seen = result.snapshots.get(share.request.id, {})
-            rt.reuse.learn(share.request, share.stop + len(drafts), seen)
-    for share in result.shares:
-        if share.request.finished:
-            stats.ended(share.request)
-            rt.scheduler.release(share.request)
+        seen = {} if flight.sink is None else flight.sink.snapshots()
+        for i in landing:
+            rt.reuse.learn(shares[i].request, written[i], seen.get(shares[i].request.id, {}))
+    for i in landing:
+        if shares[i].request.finished:
+            stats.ended(shares[i].request)
+            rt.scheduler.release(shares[i].request)
 
 
-def undo(rt: Runtime, schedule: Schedule) -> None:
-    """After a step that failed before or in its commit. A few rows are simply written again, but a
-    long chunk has overwritten ring places that held its own history: such a request waits and starts
-    over, in no page that others may read."""
-    for share in schedule.shares:
-        request = share.request
-        if request.finished:
-            rt.scheduler.release(request)
-        if request.state != "running":
-            continue
-        request.mend()
-        if request.output and stops(rt, request):  # its last token was appended, not yet looked at
-            rt.room.end(request, request.finish_reason or "stop")
-            rt.scheduler.release(request)
-            continue
-        lost = request.computed == share.start and share.stop - share.start > rt.limits.backtracking
-        if lost or request.computed < share.start:
-            rt.room.requeue(request)  # `recover` puts it into its queue
+def settled(share: Share) -> Share:
+    """A share whose place the host only knew the bounds of, where it really was."""
+    known = share.request.known
+    return replace(share, start=known - 1, stop=known) if share.decode else share
 
 
-def emit(rt: Runtime, result: StepResult, b: int, record: StepRecord) -> None:
-    """Append emitter b's accepted tokens one by one, stopping where a stop, an error or the length
+def undo(rt: Runtime, flights: list[Flight]) -> None:
+    """After a step that failed: none of these comes to an end. A few rows are simply written again,
+    but more than the rings can step back have overwritten places that held their own history: such
+    a request waits and starts over, in no page that others may read."""
+    for flight in flights:
+        for share in flight.shares:
+            request = share.request
+            if request.finished:
+                rt.scheduler.release(request)
+            if request.state != "running":
+                continue
+            written = max([0, *(a.written for a in request.ahead)])
+            request.ahead = ()
+            request.mend()
+            if request.output and stops(rt, request):  # its last token was appended, not looked at
+                rt.room.end(request, request.finish_reason or "stop")
+                rt.scheduler.release(request)
+                continue
+            lost = written - request.stored > rt.limits.backtracking
+            if lost or (not share.decode and request.stored < share.start):
+                rt.room.requeue(request)  # `recover` puts it into its queue
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """An `Outcome` as plain lists, one entry an emitter."""
+
+    rows: list[int]
+    count: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    finite: list[list[bool]]
+    top: tuple[list, list] | None
+    errors: dict[int, Exception]
+    drafts: list[list[int]]
+    confidence: list[list[float]]
+    survival: list[list[float]]
+
+    @staticmethod
+    def of(o: Outcome) -> Emitted:
+        top = None if o.top is None else (o.top[0].tolist(), o.top[1].tolist())
+        return Emitted(
+            o.rows.tolist(), o.count.tolist(), o.tokens.tolist(), o.logprobs.tolist(),
+            o.finite.tolist(), top, o.errors, o.drafts.tolist(), o.confidence.tolist(),
+            o.survival.tolist(),
+        )  # fmt: skip
+
+
+def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) -> None:
+    """Append emitter e's accepted tokens one by one, stopping where a stop, an error or the length
     says so."""
-    i, target = result.emitters[b], result.target
-    request, drafts = result.shares[i].request, result.drafts[i]
     if request.finished:  # by a prompt row
         return
-    if request.id in result.errors:
-        raise result.errors[request.id]
-    count, tokens = int(result.accepted.count[b]), result.accepted.tokens[b].tolist()
-    if not 1 <= count <= len(drafts) + 1:
+    if request.id in v.errors:
+        raise v.errors[request.id]
+    count, drafts = v.count[e], v.rows[e] - 1
+    if not 1 <= count <= drafts + 1:
         raise ValueError(
-            f"request {request.id}: {rt.verifier!r} accepted {count} tokens of {len(drafts)} drafts; "
-            f"1 to {len(drafts) + 1} are possible"
+            f"request {request.id}: {rt.verifier!r} accepted {count} tokens of {drafts} drafts; "
+            f"1 to {drafts + 1} are possible"
         )
-    rows = target.rows[b].tolist()
-    before, kept = request.computed, 0
+    before, kept = request.stored, 0
     for j in range(count):
-        if not bool(target.dist.finite[rows[j]]):
+        if not v.finite[e][j]:
             place = f"output position {len(request.output)}"
             request.finish("error", non_finite(request, record.step, j, place))
             break
         source = "draft" if j < count - 1 else "target"
-        append(rt, request, tokens[j], target.dist.logprobs[rows[j]], TokenStep(record.step, j, source))
+        top = None if v.top is None else (v.top[0][e][j], v.top[1][e][j])
+        append(rt, request, v.tokens[e][j], v.logprobs[e][j], top, TokenStep(record.step, j, source))
         kept += 1
         if request.finished:
             break
-    rt.stats.emitted(record, request, kept, min(kept, count - 1), len(drafts))
-    request.computed = before + max(kept - 1, 0)
+    rt.stats.emitted(record, request, kept, min(kept, count - 1), drafts)
+    request.stored = before + max(kept - 1, 0)
 
 
-def append(rt: Runtime, request: Request, token: int, logprobs: Tensor, place: TokenStep) -> None:
-    """One token with its log-probabilities; ends the request where it is the last. Raises ValueError
+def hold_drafts(flight: Flight, v: Emitted, landing: list[int]) -> None:
+    """Every request that goes on holds its next draft."""
+    laws = flight.carried.laws if flight.carried is not None else ()
+    for e in flight.drafting:
+        request = flight.shares[flight.emitters[e]].request
+        if request.finished or flight.emitters[e] not in landing:
+            continue
+        stale = request.draft.survival if request.draft is not None else ()
+        request.draft = HeldDraft(
+            request.known, tuple(v.drafts[e]), tuple(v.confidence[e]), tuple(v.survival[e]), stale,
+            tuple((d.probs[e], d.logprobs[e]) for d in laws),
+        )  # fmt: skip
+
+
+def append(
+    rt: Runtime, request: Request, token: int, logprob: float, top: tuple[list, list] | None,
+    place: TokenStep,
+) -> None:  # fmt: skip
+    """One token with its log-probability and the most likely ones (values, ids) of its row; ends the request where it is the last. Raises ValueError
     for a token that is none."""
     vocab = rt.config.vocab_size
     if not 0 <= token < vocab:
@@ -103,10 +165,11 @@ def append(rt: Runtime, request: Request, token: int, logprobs: Tensor, place: T
             f"0..{vocab - 1}"
         )
     request.output.append(token)
-    request.logprobs.append(float(logprobs[token]))
+    request.logprobs.append(logprob)
     request.steps.append(place)
-    if request.params.top_logprobs:
-        request.top_logprobs.append(most_likely(logprobs, request.params.top_logprobs))
+    if top is not None and (n := request.params.top_logprobs):
+        values, ids = top
+        request.top_logprobs.append(dict(zip(ids[:n], values[:n])))
     if stops(rt, request) and request.finish_reason == "stop" or request.grammar is None:
         return
     if not request.grammar.accept(token):
@@ -122,15 +185,9 @@ def stops(rt: Runtime, request: Request) -> bool:
     p = request.params
     if request.output[-1] == rt.config.eos_token_id and not p.ignore_eos:
         request.finish("stop")
-    elif len(request.output) >= p.max_tokens or request.length >= rt.limits.model_len:
+    elif len(request.output) >= p.max_tokens or request.known >= rt.limits.model_len:
         request.finish("length")
     return request.finished
-
-
-def most_likely(logprobs: Tensor, n: int) -> dict[int, float]:
-    """The n most likely of a row's tokens, ties to the lower id."""
-    values, ids = logprobs.sort(descending=True, stable=True)
-    return dict(zip(ids[:n].tolist(), values[:n].tolist()))
 
 
 def non_finite(request: Request, step: int, row: int, place: str) -> ArithmeticError:
@@ -141,21 +198,17 @@ def non_finite(request: Request, step: int, row: int, place: str) -> ArithmeticE
     )
 
 
-def prompt_logprobs(result: StepResult, i: int, step: int) -> None:
+def prompt_logprobs(share: Share, result: Outcome, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
-    share = result.shares[i]
     request = share.request
-    if not request.wants_prompt_logprobs:
+    if i not in result.prompt or not request.wants_prompt_logprobs:
         return
-    first, last = result.logit_spans[i]
+    values, broken = (x.tolist() for x in result.prompt[i])
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
-    logprobs = result.logits[first:last].log_softmax(-1)
-    broken = logprobs.isnan().any(-1).tolist()
     for row, position in enumerate(range(share.start, share.stop)):
         if broken[row]:
             request.finish("error", non_finite(request, step, row, f"prompt position {position}"))
             return
-        if position + 1 < len(request.prompt):
-            token = request.prompt[position + 1]
-            request.prompt_logprobs.append(float(logprobs[row, token]))
+        if row < len(values):
+            request.prompt_logprobs.append(values[row])

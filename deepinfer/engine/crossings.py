@@ -29,6 +29,7 @@ class Crossings:
         self, cache: KVCache, shares: tuple[Share, ...], wanted: dict[int, list[int]]
     ) -> None:
         self.cache, self.shares, self.wanted = cache, shares, wanted
+        self.slots = [s.request.slot for s in shares]  # as now: the layers run later
         self._rows: dict[tuple[int, int], list[Tensor]] = {
             (i, at): [] for i, ends in wanted.items() for at in ends
         }
@@ -51,7 +52,7 @@ class Crossings:
                 parts = [own[max(low - begin, 0) : at - begin]]
                 if low < begin:
                     behind = torch.arange(low, min(begin, at), device=rows.device)
-                    state = torch.full_like(behind, share.request.slot)
+                    state = torch.full_like(behind, self.slots[i])
                     places = ring_places(state, behind, self.cache.ring)
                     parts.insert(0, ring[places])
                 self._rows[i, at].append(torch.cat(parts))

@@ -355,8 +355,10 @@ class Engine(EngineFacts):
 
     def close(self) -> None:
         """Free the cache and drop unfinished requests. The weights live while another engine uses them."""
-        self._runtime = self._loop = None
+        loop, self._runtime, self._loop = self._loop, None, None
         self._closed = True
+        if loop is not None:
+            loop.close()
 
     def __copy__(self) -> Engine:
         raise TypeError("a copy would share cache and requests: use eng.with_(), which shares the weights alone")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine import commit, step, teacher
+from deepinfer.engine import commit, overlap, step, teacher
+from deepinfer.engine.flight import Flight
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Prefix, Request
@@ -32,11 +33,13 @@ MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before th
 
 class Loop:
     """requests: those that are not done with, by id; steps: run so far, teacher-forced passes and
-    steps that failed among them; traces: the engine's list, innermost last."""
+    steps that failed among them; flights: those on their way, oldest first; traces: the engine's
+    list, innermost last."""
 
     def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
         self.rt, self.tokenizer, self.traces = rt, tokenizer, traces
         self.requests: dict[int, Request] = {}
+        self.flights: list[Flight] = []
         self.steps = 0
         self._count = 0
         self._idle = 0
@@ -135,30 +138,90 @@ class Loop:
     # ----------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """One step: schedule, forward, sample, commit, draft. An error or interrupt at any line
-        loses no page, slot or request."""
+        """Schedule and launch the next step, then commit the one that was on its way: with
+        overlap=True the one before, else this one. An error or interrupt at any line loses no page,
+        slot or request."""
         rt = self.rt
         record = rt.stats.begin(self.steps)
+        pending = bool(self.flights)
         try:
             self._expire()
-            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+            schedule = self._schedule(record)
             if schedule.shares:
-                self._run(schedule, record)
-                rt.stats.close(record, rt.scheduler.unfinished)
+                self._launch(schedule, record)
             else:
                 rt.stats.drop(record)
+            while len(self.flights) > bool(schedule.shares):
+                self._land()
+            if self.flights and overlap.why_synchronous(rt, self.flights[0]):
+                self._land()
         except BaseException:  # wherever it was: no page, slot or request is lost
-            rt.stats.drop(record)
-            rt.room.recover(self.requests.values())
-            rt.scheduler.recover(self.requests.values())
+            self._recover(record)
             raise
-        self._idle = self._idle + 1 if schedule.kind == "idle" and rt.scheduler.unfinished else 0
+        idle = schedule.kind == "idle" and not pending and rt.scheduler.unfinished
+        self._idle = self._idle + 1 if idle else 0
         if self._idle >= MOST_IDLE:
             raise RuntimeError(
                 f"{rt.scheduler!r} scheduled nothing in {self._idle} steps while "
                 f"{rt.scheduler.unfinished} requests wait or run; {rt.pages!r}. Abort them, or look "
                 "at its schedule()"
             )
+
+    def settle(self) -> None:
+        """Commit what is on its way."""
+        try:
+            while self.flights:
+                self._land()
+        except BaseException:
+            self._recover()
+            raise
+
+    def close(self) -> None:
+        """Wait for the device; what is on its way comes to nothing."""
+        self.flights.clear()
+        self.rt.device.close()
+
+    def _schedule(self, record: StepRecord) -> Schedule:
+        rt = self.rt
+        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+        if overlap.needs_the_step_before(schedule, self.flights):
+            while self.flights:
+                self._land()
+            rt.stats.turn(record, "schedule")
+            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+        return schedule
+
+    @torch.inference_mode()
+    def _launch(self, schedule: Schedule, record: StepRecord) -> None:
+        number, before = self.steps, self.flights[-1] if self.flights else None
+        self.steps += 1  # rows of a step that fails keep its number to themselves
+        flight = Flight(number, schedule.kind, record, schedule.shares, traced=bool(self.traces))
+        self.flights.append(flight)
+        step.launch(self.rt, schedule, flight, before, lambda ids: self.tap(ids, number))
+
+    @torch.inference_mode()
+    def _land(self) -> None:
+        """Commit the oldest step that is on its way."""
+        rt, flight = self.rt, self.flights[0]
+        rt.stats.wait(flight.record)
+        commit.commit(rt, flight, rt.device.wait(flight.job))
+        if flight.traced:
+            for trace in self.traces:
+                trace.settle(flight.step, {s.request.id: s.request.stored for s in flight.shares})
+        self.flights.pop(0)
+        rt.stats.close(flight.record, rt.scheduler.unfinished)
+
+    def _recover(self, record: StepRecord | None = None) -> None:
+        """After an error or interrupt at any line: nothing is on its way any more, and every page,
+        slot and request is where it belongs."""
+        rt, flights = self.rt, self.flights
+        rt.device.drain()
+        for dropped in [*(f.record for f in flights), *([] if record is None else [record])]:
+            rt.stats.drop(dropped)
+        self.flights = []
+        commit.undo(rt, flights)
+        rt.room.recover(self.requests.values())
+        rt.scheduler.recover(self.requests.values())
 
     def _expire(self) -> None:
         """End the requests whose time is up. Without a timeout no clock is read."""
@@ -171,23 +234,6 @@ class Loop:
                 self.rt.room.end(request, "timeout")
                 self.rt.scheduler.release(request)
 
-    @torch.inference_mode()
-    def _run(self, schedule: Schedule, record: StepRecord) -> None:
-        rt, requests = self.rt, [s.request for s in schedule.shares]
-        try:
-            result = step.run(rt, schedule, record, self.tap([r.id for r in requests]))
-            commit.commit(rt, result, record, schedule.kind)
-            shares = [result.shares[i] for i in result.emitters]
-            going = [s.request for s in shares if not s.request.finished]
-            step.propose(rt, going, record, self.tap([r.id for r in going]))
-            for trace in self.traces:
-                trace.settle(self.steps, {r.id: r.computed for r in requests})
-        except BaseException:
-            commit.undo(rt, schedule)
-            raise
-        finally:  # rows of a step that failed keep its number to themselves
-            self.steps += 1
-
     # -------------------------------------------------------------------------- teacher forcing
 
     @torch.no_grad()
@@ -197,6 +243,7 @@ class Loop:
         if len(ids) > most:
             raise ValueError(f"{len(ids)} ids, this engine holds max_model_len={most}")
         sizes = None if chunks is None else list(chunks)
+        self.settle()
         tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
         try:
             out = teacher.forced_logits(self.rt, ids, prompt, sizes, tap_of)
@@ -208,15 +255,17 @@ class Loop:
 
     # ---------------------------------------------------------------------------------- traces
 
-    def tap(self, request_ids: list[int]) -> Callable | None:
-        """What shows every named value of a step to the traces; None where there are none."""
+    def tap(self, request_ids: list[int], number: int | None = None) -> Callable | None:
+        """What shows every named value of step `number` (None: the next) to the traces; None where
+        there are none."""
         if not self.traces:
             return None
         requests = torch.tensor(request_ids, dtype=torch.long, device=self.rt.model.device)
+        number = self.steps if number is None else number
 
         def tap(name: str, x: Tensor, rows) -> Tensor:
             for trace in list(self.traces):
-                x = trace.see(name, x, rows, requests, self.steps)
+                x = trace.see(name, x, rows, requests, number)
             return x
 
         return tap

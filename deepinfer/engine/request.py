@@ -49,10 +49,29 @@ class Prefix:
     cached_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a step that is on its way does to a request if every draft is accepted. rows, tokens: by
+    how much it is further then; written: where the positions end whose keys it writes; emits:
+    whether it gives the request a token."""
+
+    step: int
+    rows: int
+    tokens: int
+    written: int
+    emits: bool
+
+
 @dataclass(eq=False, repr=False)
 class Request:
-    """One sequence. computed: positions whose keys are stored and valid; tokens: prompt + output.
-    preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None."""
+    """One sequence: prompt and output, and how far its keys are stored.
+
+    stored: positions whose keys are stored and valid, by all that is committed; known: tokens that
+    are. ahead: what the steps on their way add, oldest first. A scheduler goes by the optimistic
+    counters `computed` and `length`, which count those as if every draft were accepted; where no
+    step is on its way they are `stored` and `known`.
+    preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None.
+    """
 
     id: int
     prompt: list[int]
@@ -69,7 +88,8 @@ class Request:
     steps: list[TokenStep] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slot: int = 0
-    computed: int = 0
+    stored: int = 0
+    ahead: tuple[Ahead, ...] = ()
     draft: Any = None
     grammar: Any = None
     preemptions: int = 0
@@ -77,14 +97,39 @@ class Request:
     prefix: Prefix = field(default_factory=Prefix)
 
     @property
-    def length(self) -> int:
+    def known(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def length(self) -> int:
+        """Tokens, those on their way as if every draft were accepted."""
+        return self.known + sum(a.tokens for a in self.ahead)
+
+    @property
+    def computed(self) -> int:
+        """Positions that are or will be computed, as `length` counts. Equal to `length` where no row
+        is left to run: the last token is surely on its way."""
+        return self.stored + sum(a.rows for a in self.ahead)
+
+    @computed.setter
+    def computed(self, positions: int) -> None:
+        self.stored = positions - sum(a.rows for a in self.ahead)
 
     @property
     def decoding(self) -> bool:
         """Whether all but the last output token is computed: its next row is a decode row. Anything
         else, an output that has to be computed again too, runs as prefill rows."""
-        return bool(self.output) and self.computed == self.length - 1
+        return self.length > len(self.prompt) and self.computed == self.length - 1
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prefill rows are left to run."""
+        return self.computed < self.length and not self.decoding
+
+    def in_flight(self, step: int) -> bool:
+        """Whether what this step gives is for the request as it is: it has not finished or given
+        way since the step was launched."""
+        return self.state == "running" and any(a.step == step for a in self.ahead)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -110,8 +155,8 @@ class Request:
     def restart(self) -> None:
         """Nothing of it is computed any more: its rows run again. The plan stays, so the same rows are
         dropped; of what it emitted nothing changes."""
-        self.computed = self.prefix.adopted = self.prefix.known = 0
-        self.draft = None
+        self.stored = self.prefix.adopted = self.prefix.known = 0
+        self.ahead, self.draft = (), None
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
 
@@ -123,12 +168,13 @@ class Request:
             emitted = min(emitted, len(self.top_logprobs))
         for values in (self.output, self.logprobs, self.steps, self.top_logprobs):
             del values[emitted:]
-        self.computed = min(self.computed, self.length - 1)
-        if self.wants_prompt_logprobs and self.computed and len(self.prompt_logprobs) != self.computed + 1:
+        self.stored = min(self.stored, self.known - 1)
+        if self.wants_prompt_logprobs and self.stored and len(self.prompt_logprobs) != self.stored + 1:
             self.restart()
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         self.state, self.finish_reason, self.error = "finished", reason, error
+        self.ahead = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
@@ -146,8 +147,10 @@ class Reuse:
     def begin(self, request: Request, start: Start) -> None:
         """The request has its pages and slot: it goes on behind what it took over."""
         mine, at = request.prefix, start.plan.start
-        if start.snapshot is not None:
-            start.snapshot.restore(self.rt.cache, request.slot, at)
+        if start.snapshot is not None:  # in its turn: a step on its way may still write this slot
+            cache, slot = self.rt.cache, request.slot
+            start.snapshot.check(cache)
+            self.rt.device.post(partial(start.snapshot.restore, cache, slot, at))
         request.plan, request.computed = start.plan, at
         mine.adopted = mine.known = len(start.pages)
         mine.exact = start.plan.exact and start.exact
@@ -188,18 +191,18 @@ class Reuse:
         return ends[-most:] if most else []
 
     def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
-        """After a commit. written: positions that the step's rows, drafts too, have reached; seen:
-        snapshots by position. What a request that failed has left is not served."""
+        """After a commit. written: where the positions end that the step and those on their way have
+        written, drafts too; seen: snapshots by position. What a request that failed has left is not served."""
         mine = request.prefix
         mine.edited |= self.edited
         if request.error is not None:
             self.disown(request)
         if request.error is not None or mine.edited:
             return
-        full = request.computed // self.page_size
+        full = request.stored // self.page_size
         if full <= mine.known:
             return
-        keys = self.keys(request, request.computed)
+        keys = self.keys(request, request.stored)
         new = slice(mine.known, full)
         self.prefix.register(keys[new], request.pages[new], exact=mine.exact)
         for page in range(mine.known, full):
@@ -214,7 +217,7 @@ class Reuse:
         mine, cache = request.prefix, self.rt.cache
         old = self.snapshots.get(mine.keys[at // self.page_size - 1])
         how = dict(
-            computed=request.computed, drafts=written - request.computed, lowest=mine.window_from
+            computed=request.stored, drafts=written - request.stored, lowest=mine.window_from
         )
         if (old is not None and (old.exact or not mine.exact)) or not held(cache, at, **how):
             return None

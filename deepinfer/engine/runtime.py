@@ -16,6 +16,7 @@ from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import scheduler
+from deepinfer.engine.device import make_device
 from deepinfer.engine.device_clock import device_clock
 from deepinfer.engine.reuse import Reuse, snapshot_bytes
 from deepinfer.engine.room import Room
@@ -128,6 +129,7 @@ class Runtime:
         self.slots, self.limits = slots, limits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
         self.stats = Stats(clock=device_clock(model.device))
+        self.device = make_device(model.device, self.stats.clock, settings.overlap)
         require(
             "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
             "Lower max_num_seqs, max_model_len or num_pages.",

@@ -19,7 +19,7 @@ import difflib
 import inspect
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
@@ -28,21 +28,26 @@ from deepinfer.engine.room import Room
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One request's rows of a step: positions start..stop-1. Drafts come on top in a decode share."""
+    """One request's rows of a step: positions start..stop-1. Drafts come on top in a decode share.
+
+    emits: whether its last row gives the next token; decode: whether it is the one row behind the
+    last token, to which drafts are added. Both as they are when the share is made. While a step is
+    on its way, start and stop of a decode share are upper bounds (see `Request`).
+    """
 
     request: Request
     start: int
     stop: int
+    emits: bool = field(default=None, compare=False)  # type: ignore[assignment]
+    decode: bool = field(default=None, compare=False)  # type: ignore[assignment]
 
-    @property
-    def emits(self) -> bool:
-        """Whether its last row gives the next token. Ask before the step is committed."""
-        return self.stop == self.request.length
-
-    @property
-    def decode(self) -> bool:
-        """Whether this is the one row behind the last token, to which drafts are added."""
-        return self.emits and self.stop - self.start == 1 and bool(self.request.output)
+    def __post_init__(self) -> None:
+        r = self.request
+        if self.emits is None:
+            object.__setattr__(self, "emits", self.stop == r.length)
+        if self.decode is None:
+            one = self.stop - self.start == 1 and r.length > len(r.prompt)
+            object.__setattr__(self, "decode", self.emits and one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ class SchedulerProtocol(Protocol):
 
     def schedule(self) -> Schedule:
         """The next step. Every share's request runs and has the pages that its rows are written to
-        (`room.admit`, `room.grow`)."""
+        (`room.admit`, `room.grow`). A request without a row left (computed == length) waits for its
+        last token: leave it out."""
         ...
 
     def preempt(self, request: Request) -> None:
@@ -186,7 +192,7 @@ class FCFS:
 
     def prefilling(self) -> bool:
         """Whether a running request has prefill rows left."""
-        return any(not r.decoding for r in self.running)
+        return any(r.prefilling for r in self.running)
 
     def next_fits(self) -> bool:
         """Whether the head of the queue could start now."""
@@ -200,7 +206,7 @@ class FCFS:
         """Chunks of those that run, then of those that can start, up to `rows` rows."""
         shares: list[Share] = []
         context = 0
-        begun = deque(r for r in self.running if not r.decoding)
+        begun = deque(r for r in self.running if r.prefilling)
         while rows > 0:
             head = begun[0] if begun else self.waiting[0] if admit and self.next_fits() else None
             if head is None:

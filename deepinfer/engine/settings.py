@@ -20,10 +20,7 @@ DEFAULT_SLOTS = {
     "attention": "csa2", "experts": "local", "verifier": "off",
     "replay": "exact", "sampler": "philox", "grammar": "none",
 }
-LATER = {
-    "overlap": "overlapped scheduling",
-}
-
+LATER: dict[str, str] = {}  # settings that no engine has yet, with what they will do
 
 
 class Changes(TypedDict, total=False):

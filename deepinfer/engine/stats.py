@@ -141,7 +141,7 @@ class Stats:
                 record.verified += len(drafted)
             else:
                 record.prefill_rows += rows
-                record.chunked += share.stop < request.length
+                record.chunked += not share.emits
             record.sum_seqlen_qxk += rows * seqlen_k
             record.max_seqlen_k = max(record.max_seqlen_k, seqlen_k)
             shortest = min(shortest or seqlen_k, seqlen_k)

@@ -1,74 +1,111 @@
 """One engine step: rows -> logits -> legal tokens -> law and draw -> accepted prefix -> next drafts.
 
-Pure with respect to requests: it reads them and returns what happened; commit.py writes it down.
+    launch     the host's part: what it knows of the rows, then `compute` is queued on the device
+    compute    the device's part, which knows the step before; commit.py writes down what came out
+
+Nothing here changes a request but its optimistic counters (`take_off`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepinfer import rng
-from deepinfer.cache.snapshots import Snapshot
 from deepinfer.engine.batch import Work, build
+from deepinfer.engine.device import put, to_host
+from deepinfer.engine.drafts import held_draft
+from deepinfer.engine.flight import Carried, Flight, Outcome, surely_last, take_off
 from deepinfer.engine.legal import legal_mask
-from deepinfer.engine.records import StepRecord
-from deepinfer.engine.request import Request
+from deepinfer.engine.resolve import (
+    DecodeRows,
+    Emitters,
+    Emitting,
+    ask_budget,
+    decode_rows,
+    known_rows,
+    resolve,
+)
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule, Share
-from deepinfer.model.context import Tap
-from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowParams, Target
+from deepinfer.model.context import ForwardContext, Tap
+from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowSet, Target
 from deepinfer.slots.results import expect
+
+TapOf = Callable[[list[int]], "Tap | None"]  # request ids, one a sequence -> what shows their values
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """shares: what ran, each with its drafts as they were verified; emitters: indices of the shares
-    that emit, in the order of the rest: accepted tokens and laws; logit_spans: flat logit rows of each
-    share; errors: by request id, of grammars that failed; snapshots: window rows at page ends, by
-    request id and position."""
+class Plan:
+    """What the host hands over. rows: a decode step's, None where `context` has the whole batch;
+    emitting: then where it emits; wanted: shares with prompt log-probabilities to give, as (number,
+    rows of the logits, tokens that they predict); draft: context of the next drafts, of the
+    emitters `drafting`."""
 
-    shares: tuple[Share, ...]
-    emitters: tuple[int, ...]
-    drafts: tuple[tuple[int, ...], ...]
-    accepted: Accepted | None
-    target: Target | None
-    logits: Tensor
-    logit_spans: tuple[tuple[int, int], ...]
-    errors: dict[int, Exception]
-    snapshots: dict[int, dict[int, Snapshot]] = field(default_factory=dict)
+    context: ForwardContext
+    rows: DecodeRows | None
+    emitters: Emitters
+    emitting: Emitting | None
+    wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
+    draft: ForwardContext | None
+    drafting: Tensor | None
+    top: int
 
 
-def run(
-    rt: Runtime, schedule: Schedule, record: StepRecord, tap: Tap | None = None
-) -> StepResult:
-    """Forward and sample the scheduled rows. record: where the times go."""
-    rt.stats.turn(record, "launch")
-    drafts = verified_drafts(rt, schedule.shares)
-    works = [work(rt, s, d) for s, d in zip(schedule.shares, drafts)]
-    batch = build(works, rt.config, rt.model.device, schedule.kind == "decode")
-    rt.stats.turn(record, rt.stats.clock.host_phase)
-    rt.stats.device_begin(record)
-    sink = None if rt.reuse is None else rt.reuse.crossings(schedule.shares)
-    logits = rt.model(rt.context(batch, tap, sink)).logits
-    spans, at = [], 0
-    for w in works:
-        rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
-        if w.logits == "all" and w.plan is not None:
-            rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
-        spans.append((at, at + rows))
-        at += rows
-    emitters = tuple(i for i, s in enumerate(schedule.shares) if s.emits)
-    accepted, target, errors = None, None, {}
-    if emitters:
-        accepted, target, errors = sample(rt, schedule.shares, emitters, drafts, logits, spans)
-    rt.stats.device_end(record)
-    return StepResult(
-        schedule.shares, emitters, tuple(drafts), accepted, target, logits, tuple(spans), errors,
-        {} if sink is None else sink.snapshots(),
-    )  # fmt: skip
+def launch(
+    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+) -> None:
+    """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
+    stats, record = rt.stats, flight.record
+    stats.turn(record, "launch")
+    plan, most = prepare(rt, schedule, flight, before, tap_of)
+    for share, drafts in zip(flight.shares, most):
+        take_off(share, drafts, flight.step)
+    stats.turn(record, rt.device.host_phase)
+    flight.job = rt.device.launch(partial(compute, rt, plan, flight, before))
+
+
+def prepare(
+    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+) -> tuple[Plan, list[int]]:
+    """(what the device is handed, most drafts that each share verifies)."""
+    shares, device = flight.shares, rt.model.device
+    tap = tap_of([s.request.id for s in shares])
+    flight.emitters = tuple(i for i, s in enumerate(shares) if s.emits)
+    emitting = [shares[i] for i in flight.emitters]
+    emitters = Emitters.of([s.request for s in emitting], device)
+    if schedule.kind == "decode":
+        rows, known, wanted = decode_rows(rt, shares, before), None, []
+        flight.budget = rows.budget
+        most = [rows.width] * len(shares)
+        context = rt.context(rows.frame, tap)
+    else:
+        rows, drafts = None, verified_drafts(rt, shares)
+        most = [len(d) for d in drafts]
+        works = [work(rt, s, d) for s, d in zip(shares, drafts)]
+        flight.sink = None if rt.reuse is None else rt.reuse.crossings(shares)
+        context = rt.context(build(works, rt.config, device), tap, flight.sink)
+        spans = logit_spans(works)
+        known = known_rows(
+            rt, emitting, [drafts[i] for i in flight.emitters], [spans[i] for i in flight.emitters]
+        )
+        wanted = [
+            (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
+            for i, s in enumerate(shares)
+            if s.request.wants_prompt_logprobs and not s.decode
+        ]
+    flight.drafting, draft = (), None
+    if rt.verifier.max_draft:
+        flight.drafting = tuple(e for e, s in enumerate(emitting) if not surely_last(s.request))
+    if flight.drafting:
+        draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
+    top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
+    return Plan(
+        context, rows, emitters, known, tuple(wanted), draft, put(flight.drafting, device), top
+    ), most
 
 
 def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
@@ -86,162 +123,199 @@ def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
     )
 
 
+def logit_spans(works: list[Work]) -> list[tuple[int, int]]:
+    """Rows of the logits of each work."""
+    spans, at = [], 0
+    for w in works:
+        rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
+        if w.logits == "all" and w.plan is not None:
+            rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
+        spans.append((at, at + rows))
+        at += rows
+    return spans
+
+
 def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
-    """The draft prefix each sequence verifies, none where it is not a decode share: budget from stale
-    survivals, depth from fresh ones."""
+    """The draft prefix that each sequence of a mixed step verifies, none where it prefills."""
     n, every = rt.verifier.max_draft, shares
     shares = tuple(s for s in shares if s.decode)
     if n == 0 or not shares:
         return [()] * len(every)
+    held = {s.request.id: held_draft(s.request) for s in shares}
     others = sum(s.stop - s.start for s in every if not s.decode)
+    budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
     survival = torch.zeros(len(shares), n, dtype=torch.float64)
-    stale = torch.ones(len(shares), n, dtype=torch.float64)
-    for i, s in enumerate(shares):
-        d = held_draft(s.request)
+    for i, d in enumerate(held.values()):
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
-            stale[i, : len(d.stale)] = torch.tensor(d.stale, dtype=torch.float64)
-    budget = max(min(rt.verifier.budget(stale, rt.cost), rt.limits.rows - others), len(shares))
     who = f"verifier {rt.verifier!r}.allocate"
     allocated = rt.verifier.allocate(survival, budget)
     expect(allocated, (len(shares),), who, False)
-    rows = allocated.tolist()
+    rows = require_rows(rt, allocated.tolist(), budget)
+    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
+    return [verified.get(s.request.id, ()) if s.decode else () for s in every]
+
+
+def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
+    """The rows that a verifier has handed out. Raises ValueError where they are impossible."""
+    who, n = f"verifier {rt.verifier!r}.allocate", rt.verifier.max_draft
     if any(not 1 <= r <= 1 + n for r in rows):
         raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
-    held = {s.request.id: held_draft(s.request) for s in shares}
-    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
-    return [verified.get(s.request.id, ()) for s in every]
+    if sum(rows) > budget:
+        raise ValueError(f"{who} returned {rows}, {sum(rows)} rows: the budget is {budget}")
+    return rows
 
 
-def row_params(requests: list[Request], device) -> RowParams:
-    """Sampling parameters, one row a request."""
-    p = [r.params for r in requests]
-    return RowParams(
-        torch.tensor([x.temperature for x in p], dtype=torch.float64, device=device),
-        torch.tensor([x.top_p for x in p], dtype=torch.float64, device=device),
-        torch.tensor([x.top_k for x in p], dtype=torch.long, device=device),
-    )
+def draft_context(rt: Runtime, shares: list[Share], tap_of: TapOf) -> ForwardContext:
+    """Of the draft step behind these shares; ids and positions come with the tokens."""
+    works = [
+        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none") for s in shares
+    ]
+    batch = build(works, rt.config, rt.model.device, decode=True)
+    batch = replace(batch, reach=batch.reach + rt.verifier.max_draft)
+    return rt.context(batch, tap_of([s.request.id for s in shares]))
 
 
-def row_keys(requests: list[Request], positions: list[int], device) -> RowKeys:
-    """Random keys at output positions, one row a request."""
-    seeds = [rng.signed(r.seed) for r in requests]
-    return RowKeys(
-        torch.tensor(seeds, dtype=torch.long, device=device),
-        torch.tensor(positions, dtype=torch.long, device=device),
-    )
+# ------------------------------------------------------------------------------------- the device
+
+
+def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> Outcome:
+    """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""
+    rt.stats.device_begin(flight.record)
+    context, emitting = plan.context, plan.emitting
+    if plan.rows is not None:
+        batch, emitting = resolve(rt, plan.rows, None if before is None else before.carried)
+        context = replace(context, batch=batch)
+    assert emitting is not None
+    logits = rt.model(context).logits
+    prompt = {i: prompt_logprobs(logits, *rest) for i, *rest in plan.wanted}
+    nobody = not plan.emitters.requests
+    accepted, target, errors = (None, None, {}) if nobody else sample(rt, plan, emitting, logits)
+    if plan.draft is None:
+        rt.device.finish()
+    rt.stats.device_end(flight.record)
+    flight.carried, confidence = carry(rt, plan, flight, emitting, accepted)
+    return outcome(plan, emitting, accepted, target, flight.carried, confidence, prompt, errors)
+
+
+def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability [len(tokens)] of the tokens that a chunk's rows predict, [rows] whether a row
+    is not finite)."""
+    rows = logits[span[0] : span[1]].log_softmax(-1)
+    values = rows[: len(tokens)].gather(1, tokens[:, None])[:, 0]
+    return to_host(values), to_host(rows.isnan().any(-1))
 
 
 def sample(
-    rt: Runtime, shares, emitters: tuple[int, ...], drafts, logits: Tensor, spans
+    rt: Runtime, plan: Plan, e: Emitting, logits: Tensor
 ) -> tuple[Accepted, Target, dict[int, Exception]]:
     """The target's law and draw at every emitting row, the accepted prefix of each draft, and the
     errors of grammars by request id."""
-    device, width = logits.device, max(len(drafts[i]) for i in emitters)
-    flat, owners, positions, rows = [], [], [], []
-    for i in emitters:
-        request, n = shares[i].request, len(drafts[i])
-        first = spans[i][1] - n - 1
-        rows.append([*range(len(flat), len(flat) + n + 1), *[-1] * (width - n)])
-        flat += range(first, first + n + 1)
-        owners += [request] * (n + 1)
-        positions += range(len(request.output), len(request.output) + n + 1)
-    chosen = logits if len(flat) == logits.shape[0] else logits[torch.tensor(flat, device=device)]
-    keys = row_keys(owners, positions, device)
-    requests = [shares[i].request for i in emitters]
-    mask, errors = legal_mask(requests, [drafts[i] for i in emitters], rt.config.vocab_size, device)
-    dist = rt.sampler.distribution(chosen, row_params(owners, device), mask)
+    chosen = logits if e.at is None else logits[e.at]
+    q, width = chosen.shape[0], e.drafts.shape[1]
+    params, _ = plan.emitters.rows(e.owner)
+    mask, errors = None, {}
+    if any(r.grammar is not None for r in plan.emitters.requests):
+        mask, errors = legal_rows(plan.emitters, e, q, rt.config.vocab_size)
+    keys = e.keys(plan.emitters.seeds)
+    dist = rt.sampler.distribution(chosen, params, mask)
     sampled = rt.sampler.draw(dist, keys)
     expect(dist.probs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (probs)", True)
     expect(dist.logprobs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (logprobs)", True)
-    expect(dist.finite, (len(flat),), f"sampler {rt.sampler!r}.distribution (finite)")
-    expect(sampled.tokens, (len(flat),), f"sampler {rt.sampler!r}.draw (tokens)", False)
-    target = Target(dist, sampled, torch.tensor(rows, device=device), keys)
-    draft = stacked_drafts(rt, shares, emitters, drafts, width, device)
-    accepted = rt.verifier.accept(draft, target)
-    expect(accepted.tokens, (len(emitters), width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
-    expect(accepted.count, (len(emitters),), f"verifier {rt.verifier!r}.accept (count)", False)
+    expect(dist.finite, (q,), f"sampler {rt.sampler!r}.distribution (finite)")
+    expect(sampled.tokens, (q,), f"sampler {rt.sampler!r}.draw (tokens)", False)
+    target = Target(dist, sampled, e.target_rows(), keys)
+    zeros = torch.zeros(e.drafts.shape, dtype=torch.float32, device=e.drafts.device)
+    accepted = rt.verifier.accept(Draft(e.drafts, zeros, zeros, e.laws), target)
+    n = len(plan.emitters.requests)
+    expect(accepted.tokens, (n, width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
+    expect(accepted.count, (n,), f"verifier {rt.verifier!r}.accept (count)", False)
     return accepted, target, errors
 
 
-def stacked_drafts(rt: Runtime, shares, emitters, drafts, width: int, device) -> Draft:
-    """The verified drafts as one record, [b, width], -1 where a sequence verifies fewer."""
-    tokens = torch.full((len(emitters), width), -1, dtype=torch.long, device=device)
-    for row, i in enumerate(emitters):
-        if drafts[i]:
-            tokens[row, : len(drafts[i])] = torch.tensor(drafts[i], device=device)
-    zeros = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
-    dists = ()
-    if rt.verifier.rule == "rejection" and width:
-        dists = tuple(stack_dists(rt, shares, emitters, k, device) for k in range(width))
-    return Draft(tokens, zeros, zeros, dists)
+def legal_rows(
+    emitters: Emitters, e: Emitting, q: int, vocab: int
+) -> tuple[Tensor | None, dict[int, Exception]]:
+    """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it: such steps
+    run synchronously (overlap.py)."""
+    rows, drafts = e.rows.tolist(), e.drafts.tolist()
+    verified = [tuple(d[: n - 1]) for d, n in zip(drafts, rows)]
+    mask, errors = legal_mask(list(emitters.requests), verified, vocab, e.rows.device)
+    if mask is not None and mask.shape[0] < q:
+        mask = torch.cat([mask, mask.new_ones(q - mask.shape[0], vocab)])  # padding
+    return mask, errors
 
 
-def stack_dists(rt: Runtime, shares, emitters, k: int, device):
-    """The laws of draft k of every sequence; a sequence without one gets a law of zeros."""
-    from deepinfer.slots.protocols import Dist
-
-    v = rt.config.vocab_size
-    empty = torch.zeros(v, dtype=torch.float64, device=device)
-    probs, logprobs = [], []
-    for i in emitters:
-        held = shares[i].request.draft
-        law = (empty, empty) if held is None or k >= len(held.laws) else held.laws[k]
-        probs.append(law[0])
-        logprobs.append(law[1].double())
-    finite = torch.ones(len(emitters), dtype=torch.bool, device=device)
-    return Dist(torch.stack(probs), torch.stack(logprobs), finite)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldDraft:
-    """A request's next draft on the host. at: length of the request that it continues; survival:
-    running product of confidences; stale: the survival of the draft before it (what a budget may look
-    at); laws: kept for rule 'rejection'."""
-
-    at: int
-    tokens: tuple[int, ...]
-    confidence: tuple[float, ...]
-    survival: tuple[float, ...]
-    stale: tuple[float, ...]
-    laws: tuple = ()
+def carry(
+    rt: Runtime, plan: Plan, flight: Flight, e: Emitting, accepted: Accepted | None
+) -> tuple[Carried, Tensor]:
+    """(the emitters behind this step with their next drafts, the confidences [e, n] of those)."""
+    n, seqs = rt.verifier.max_draft, e.length.shape[0]
+    recent, length, out = e.recent, e.length, e.out
+    if accepted is not None:
+        count = accepted.count.clamp(0, accepted.tokens.shape[1])
+        ids = torch.cat([e.recent, accepted.tokens], 1)
+        behind = torch.arange(e.recent.shape[1], device=ids.device)
+        recent, length, out = ids.gather(1, count[:, None] + behind), length + count, out + count
+        recent = recent.masked_fill((recent < 0) | (recent >= rt.config.vocab_size), -1)
+    drafts = length.new_full((seqs, n), -1)
+    confidence = torch.zeros(seqs, n, dtype=torch.float64, device=length.device)
+    if plan.draft is None or plan.drafting is None:
+        return Carried(recent, length, out, drafts, confidence), confidence
+    draft = propose(rt, plan, flight, recent, length, out)
+    drafts[plan.drafting] = draft.tokens
+    confidence[plan.drafting] = draft.confidence.double()
+    laws = tuple(spread(d, plan.drafting, seqs) for d in draft.dists)
+    return Carried(recent, length, out, drafts, confidence.cumprod(-1), laws), confidence
 
 
-def held_draft(request: Request) -> HeldDraft | None:
-    """The draft of what comes next; None also where only that of an earlier place is there, because
-    drafting failed after a step was committed."""
-    d = request.draft
-    return d if d is not None and d.at == request.length else None
+def spread(law, at: Tensor, rows: int):
+    """A law of some emitters as one of all, zeros for the others."""
+
+    def wide(x: Tensor) -> Tensor:
+        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, at, x)
+
+    return replace(law, probs=wide(law.probs), logprobs=wide(law.logprobs), finite=wide(law.finite))
 
 
 def propose(
-    rt: Runtime, requests: list[Request], record: StepRecord, tap: Tap | None = None
-) -> None:
-    """Draft the next block of every request (all prefilled, none finished) and hold it there."""
-    n = rt.verifier.max_draft
-    if n == 0 or not requests:
-        return
-    rt.stats.turn(record, "launch")
-    works = [
-        Work([r.output[-1]], r.length - 1, state=r.slot, plan=r.plan, logits="none") for r in requests
-    ]
-    device = rt.model.device
-    batch = build(works, rt.config, device, decode=True)
-    keep = rt.verifier.rule == "rejection"
-    rt.stats.turn(record, rt.stats.clock.host_phase)
-    rt.stats.device_begin(record, "draft")
+    rt: Runtime, plan: Plan, flight: Flight, recent: Tensor, length: Tensor, out: Tensor
+) -> Draft:
+    """The next block of every emitter that goes on."""
+    assert plan.draft is not None and plan.drafting is not None
+    rt.stats.device_begin(flight.record, "draft")
+    at, batch = plan.drafting, plan.draft.batch
+    tokens = recent[at, -1].clamp(min=0)  # a request without a last token ends
+    positions = length[at] - 1
+    params, seeds = plan.emitters.rows(at)
+    rows = RowSet(positions, batch.seq, batch.row_set.first, positions)
+    batch = replace(batch, ids=tokens, positions=positions, length=positions, row_set=rows)
     draft = rt.model.drafter.propose(
-        batch.ids, batch.positions, n, rt.context(batch, tap), rt.sampler,
-        row_params(requests, device), row_keys(requests, [len(r.output) for r in requests], device), keep,
-    )
-    rt.stats.device_end(record)
-    rt.stats.wait(record)
-    tokens, confidence = draft.tokens.tolist(), draft.confidence.double()
-    survival = confidence.cumprod(-1).tolist()
-    rt.stats.turn(record, "post-process")
-    for i, r in enumerate(requests):
-        laws = tuple((d.probs[i], d.logprobs[i]) for d in draft.dists)
-        stale = r.draft.survival if r.draft is not None else ()
-        r.draft = HeldDraft(
-            r.length, tuple(tokens[i]), tuple(confidence[i].tolist()), tuple(survival[i]), stale, laws
-        )
+        tokens, positions, rt.verifier.max_draft, replace(plan.draft, batch=batch), rt.sampler,
+        params, RowKeys(seeds, out[at]), rt.verifier.rule == "rejection",
+    )  # fmt: skip
+    rt.device.finish()
+    rt.stats.device_end(flight.record)
+    return draft
+
+
+def outcome(
+    plan: Plan, e: Emitting, accepted: Accepted | None, target: Target | None, carried: Carried,
+    confidence: Tensor, prompt: dict, errors: dict[int, Exception],
+) -> Outcome:
+    """What the commit reads, on its way to the host."""
+    none = e.drafts[:0]
+    count, tokens, logprobs, finite, top = none, none, none, none, None
+    if accepted is not None and target is not None:
+        count, tokens = accepted.count, accepted.tokens
+        at, vocab = target.rows.clamp(min=0), target.dist.logprobs.shape[1]
+        logprobs = target.dist.logprobs[at, tokens.clamp(0, vocab - 1)]
+        finite = target.dist.finite[at]
+        if plan.top:  # ties to the lower id
+            values, ids = target.dist.logprobs[at].sort(descending=True, stable=True)
+            top = to_host(values[..., : plan.top]), to_host(ids[..., : plan.top])
+    return Outcome(
+        to_host(e.rows), None if e.asked is None else to_host(e.asked), to_host(count),
+        to_host(tokens), to_host(logprobs), to_host(finite), top, to_host(carried.drafts),
+        to_host(confidence), to_host(carried.survival), prompt, errors,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deepinfer as di
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.step import held_draft
+from deepinfer.engine.drafts import held_draft
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from deepinfer.engine import commit
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
@@ -218,24 +219,45 @@ def test_a_step_that_failed_can_be_run_again(clean, name, rule):
     check_empty(eng)
 
 
-def test_a_draft_of_another_place_is_never_verified():
-    """Where the drafter failed, the next step verifies nothing, not an older draft."""
+def test_a_draft_of_another_place_is_never_verified(clean, monkeypatch):
+    """An interrupt behind the first of a step's tokens: it stays, the drafts of its place do not."""
     eng = engine(verifier=Fixed(3))
     number = eng.add(PROMPTS[0], PARAMS[0])
     eng.step()
-    before = eng.requests[number].draft
-    assert before is not None
+    assert eng.requests[number].draft is not None
+
+    def interrupt(rt, request):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit, "stops", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        eng.step()
+    assert len(eng.requests[number].output) == 2
+    drafted = sum(eng.stats.drafted.values())
+    eng.step()
+    assert sum(eng.stats.drafted.values()) == drafted
+    eng.step()
+    assert sum(eng.stats.drafted.values()) == drafted + 3
+    done = []
+    while eng.unfinished:
+        done += eng.step()
+    assert done[0].token_ids == clean[0].token_ids
+
+
+def test_a_step_whose_drafting_fails_is_run_again_with_its_drafts(clean):
+    eng = engine(verifier=Fixed(3))
+    eng.add(PROMPTS[0], PARAMS[0])
+    eng.step()
 
     def fail(x, at):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), eng.trace("mtp.base", edit=fail):
         eng.step()
-    drafted = sum(eng.stats.drafted.values())
+    assert sum(eng.stats.drafted.values()) == 0
     eng.step()
-    assert sum(eng.stats.drafted.values()) == drafted
-    eng.step()
-    assert sum(eng.stats.drafted.values()) == drafted + 3
+    assert sum(eng.stats.drafted.values()) == 3
 
 
 def test_a_slot_that_raises_ends_the_call_and_nothing_else(clean):

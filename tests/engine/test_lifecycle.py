@@ -208,12 +208,6 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(wrong, right):
         engine(zzz=1)
 
 
-@pytest.mark.parametrize("name", ["overlap"])
-def test_what_is_not_there_yet_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"{name}=True.*not available yet"):
-        engine(**{name: True})
-
-
 @pytest.mark.parametrize(
     "bad, words",
     [

@@ -20,7 +20,6 @@ def eng() -> Engine:
         (dict(max_model_len=1 << 40), "more than the model's 1048576 positions"),
         (dict(verifier=di.verifier.Fixed(9)), "at most 5 tokens a step"),
         (dict(kernels={"topk": "nope"}), "no implementation 'nope'"),
-        (dict(overlap=True), "overlap=True: overlapped scheduling is not available yet"),
     ],
 )
 def test_refused_before_the_first_step(eng, change, words):

@@ -119,10 +119,10 @@ def interrupted(chance: random.Random):
             raise KeyboardInterrupt("bad luck")
         return whole(rt, request)
 
-    def undo(rt, schedule, undone=commit.undo):
+    def undo(rt, flights, undone=commit.undo):
         undoing[0] += 1
         try:
-            undone(rt, schedule)
+            undone(rt, flights)
         finally:
             undoing[0] -= 1
 

@@ -1,0 +1,110 @@
+"""Flight: a step between its launch and its commit, and what it leaves for the next one.
+
+While step n is on its way the host knows of it only totals and upper bounds. What its acceptance
+decides stays on the device: `Carried` is what step n+1 reads there, `Outcome` what the commit of n
+reads on the host. A result belongs to a request as it was when the step was launched: one that has
+finished or given way since then gets nothing (`Request.in_flight`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deepinfer.engine.records import StepRecord
+from deepinfer.engine.request import Ahead, Request
+from deepinfer.engine.scheduler import Share
+
+if TYPE_CHECKING:
+    from deepinfer.engine.crossings import Crossings
+    from deepinfer.slots.protocols import Dist
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The emitters of a step behind it, on the device. recent: [e, g] the last ids of each, newest
+    last, -1 where it has fewer; length: [e] its tokens; out: [e] those of its output; drafts,
+    survival: [e, n] what comes next (-1 and 0 where nothing was drafted); laws: of the drafts, for
+    rule 'rejection'."""
+
+    recent: Tensor
+    length: Tensor
+    out: Tensor
+    drafts: Tensor
+    survival: Tensor
+    laws: tuple[Dist, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gave, for the host. Per emitter: rows [e] that ran, asked [e] of the verifier,
+    count [e] and tokens [e, w] emitted, logprobs and finite [e, w] of those rows, top [e, w, k]
+    values and ids; drafts, confidence, survival [e, n] of what comes next. prompt: by number of the
+    share, log-probabilities [rows] of the prompt tokens that its rows predict, and which rows are
+    not finite. errors: of grammars, by request id."""
+
+    rows: Tensor
+    asked: Tensor | None
+    count: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    finite: Tensor
+    top: tuple[Tensor, Tensor] | None
+    drafts: Tensor
+    confidence: Tensor
+    survival: Tensor
+    prompt: dict[int, tuple[Tensor, Tensor]]
+    errors: dict[int, Exception]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """shares: what runs; emitters: numbers of the shares that emit; drafting: numbers of the
+    emitters whose next draft is made; budget: most rows of a decode step; sink: what collects
+    window rows at page ends; job: the launched work, which sets `carried`."""
+
+    step: int
+    kind: str
+    record: StepRecord
+    shares: tuple[Share, ...]
+    emitters: tuple[int, ...] = ()
+    drafting: tuple[int, ...] = ()
+    budget: int = 0
+    sink: Crossings | None = None
+    carried: Carried | None = None
+    job: Any = None
+    traced: bool = False
+    _places: dict[int, int] = field(default_factory=dict)
+
+    def place(self, request: Request) -> int:
+        """The request's number among the emitters, -1 where this step gives it no token."""
+        if not request.in_flight(self.step):
+            return -1
+        if not self._places:
+            self._places = {self.shares[i].request.id: e for e, i in enumerate(self.emitters)}
+        return self._places.get(request.id, -1)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return any(s.request.in_flight(self.step) for s in self.shares)
+
+
+def surely_last(request: Request) -> bool:
+    """Whether the next emission, one token at least, is its last."""
+    return len(request.output) + sum(a.emits for a in request.ahead) + 1 >= request.params.max_tokens
+
+
+def take_off(share: Share, drafts: int, step: int) -> None:
+    """The share's request is ahead by this step, with up to `drafts` drafts on top. Its length is
+    never more than it can become, so that the pages asked for are never more than exist."""
+    r, rows = share.request, share.stop - share.start
+    if not share.emits:
+        r.ahead = (*r.ahead, Ahead(step, rows, 0, share.stop, False))
+        return
+    room = r.params.max_tokens - len(r.output) - sum(a.tokens for a in r.ahead)
+    tokens = min(1 + drafts, room)
+    further = rows + tokens - (0 if surely_last(r) else 1)
+    r.ahead = (*r.ahead, Ahead(step, further, tokens, share.stop + drafts, True))

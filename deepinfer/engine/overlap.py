@@ -1,0 +1,44 @@
+"""Overlap: which steps may still be on their way while the next one is scheduled and launched.
+
+    synchronous    schedule(n) launch(n) commit(n) | schedule(n+1) ...
+    overlapped     schedule(n+1) launch(n+1) commit(n) | schedule(n+2) launch(n+2) commit(n+1) | ...
+
+Both are the same code; the only difference is whether a launched step is committed at once
+(`why_synchronous`) or behind the next launch. Whatever needs the host to have seen a step's tokens before the next launch is named here,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from deepinfer.engine.flight import Flight
+from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.scheduler import Schedule
+from deepinfer.slots import registry
+
+ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch
+
+
+def why_synchronous(rt: Runtime, flight: Flight) -> str | None:
+    """Why this step is committed before the next one is scheduled; None where it need not be."""
+    if not rt.settings.overlap:
+        return "overlap is off"
+    if flight.traced:
+        return "a trace is on: it is told at once which rows were accepted"
+    for share in flight.shares:
+        if share.request.grammar is not None:
+            return f"request {share.request.id} has a grammar, which is asked on the host"
+    if not flight.wanted:
+        return "nobody waits for it any more"
+    if rt.model.device.type == "cuda":
+        waits = [n for n in ON_DEVICE if not registry.promises(rt.slots[n], n).on_device]
+        if waits:
+            return f"{', '.join(waits)} does not promise on_device: its launch may wait for the device"
+    return None
+
+
+def needs_the_step_before(schedule: Schedule, flights: list[Flight]) -> bool:
+    """Whether a schedule has to be made anew once what is on its way is committed: in a mixed step
+    the host tells rows from rows, so it has to know how many each sequence has."""
+    return schedule.kind == "mixed" and any(
+        f.place(s.request) >= 0 for f in flights for s in schedule.shares
+    )
