@@ -115,11 +115,11 @@ def test_a_graph_replays_what_the_eager_step_does():
 
 
 @pytest.mark.gpu
-def test_captured_stages_equal_eager_ones():
-    """A few steps of each stage and some written tokens, eager and captured, from one start."""
+def test_captured_steps_and_texts_equal_eager_ones():
+    """A few steps and some written tokens, eager and captured, from one start."""
     tokenizer = tiny_tokenizer()
     config = small_config(tokenizer)
-    seen = {}
+    nats = {}
     for capture in (False, True):
         torch.manual_seed(0)
         state = weights.initial(config, 0)
@@ -133,10 +133,15 @@ def test_captured_stages_equal_eager_ones():
         for i in range(EAGER + 5):
             ids = torch.randint(5, 900, (2, 65), generator=random).cuda()
             out = step(ids=ids, phase=i % 4, factor=1.0, bias_rate=0.0)
-        starts = torch.randint(5, 900, (4, 16), generator=random)
-        for p in model.parameters():
-            p.requires_grad_(False)
-        text = written.write(model, starts, 24, torch.zeros(4), seed=0, capture=capture)
-        seen[capture] = (float(out["nats"]), text.cpu())
-    assert seen[True][0] == pytest.approx(seen[False][0], abs=2e-3)
-    assert (seen[True][1] == seen[False][1]).double().mean() > 0.8  # near-ties may turn
+        nats[capture] = float(out["nats"])
+    assert nats[True] == pytest.approx(nats[False], abs=2e-3)
+    # Two trainings never end in the same bits on a GPU, and a model this young turns on any:
+    # both texts are written by one of them.
+    starts = torch.randint(5, 900, (4, 16), generator=random)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    eager, captured = (
+        written.write(model, starts, 24, torch.zeros(4), seed=0, capture=c).cpu()
+        for c in (False, True)
+    )
+    assert (eager == captured).double().mean() > 0.8  # near-ties may turn
