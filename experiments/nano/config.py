@@ -191,6 +191,7 @@ class Backbone:
     # Share of the rows that is library text, until a share of the steps. More of it at the end
     # (0.65 of the last 30 %) over-fitted: it was then seen twelve times.
     library_shares: tuple[tuple[float, float], ...] = ((1.0, 0.45),)
+    renamed: float = 0.5  # share of the library rows whose text has other names in it
     rounded_from: float = 1.0  # share of the steps after which weights are rounded as stored
     dev_every: int = 200
 

@@ -1,5 +1,7 @@
 """What each step of a stage is given, and what one step does, on a model of random weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,8 @@ def random_text(low, high, seed=0, documents=30):
 
 
 DATA = dict(
-    library=random_text(5, 100), tests=random_text(500, 600), dev=random_text(700, 800, documents=9)
+    library=random_text(5, 100), tests=random_text(500, 600),
+    dev=random_text(700, 800, documents=9), renamed=random_text(300, 400),
 )
 
 
@@ -104,7 +107,7 @@ def backbone_plan(monkeypatch, recipe, log=Log(), **settings):
 
 RECIPE = Backbone(
     steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4,
-    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)),
+    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)), renamed=0.0,
     bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
 )
 
@@ -126,6 +129,22 @@ def test_the_steps_of_the_backbone_are_those_of_the_recipe(monkeypatch):
     check_optimiser(plan, RECIPE, RECIPE.sink_rate)
     assert [at for at, _ in plan.dev] == [7, 14, 20]
     assert all(split is DATA["dev"] for _, split in plan.dev)
+
+
+def test_a_share_of_the_library_rows_has_other_names(monkeypatch, tmp_path):
+    """Less than a row a step here: right over the steps, and at no cost for the test suites."""
+    recipe = replace(RECIPE, steps=200, library_shares=((1.0, 0.5),), renamed=0.2)
+    plan = backbone_plan(monkeypatch, recipe, Log(tmp_path / "log"))
+    found = np.array([
+        [rows_from(step["ids"], *span) / len(step["ids"]) for span in ((5, 100), (500, 600), (300, 400))]
+        for step in plan
+    ])
+    assert (found[:, 1] == 0.5).all() and (found.sum(1) == 1).all()
+    assert np.allclose(found.mean(0), [0.4, 0.5, 0.1], atol=0.01)
+    last = [row for row in read(tmp_path / "log") if row["stage"] == "backbone"][-1]
+    assert last["renamed_epochs"] > 1 and last["library_epochs"] > 1 and last["tests_epochs"] > 1
+    plan = backbone_plan(monkeypatch, replace(recipe, steps=5, renamed=1.0))
+    assert not sum(rows_from(step["ids"], 5, 100) for step in plan)
 
 
 def test_a_stage_ends_when_its_time_is_over(monkeypatch, tmp_path):
