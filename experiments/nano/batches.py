@@ -29,7 +29,7 @@ class Split:
 
 
 def corpus(path: str | Path) -> dict[str, Split]:
-    """{'library', 'renamed', 'tests', 'dev'} of the corpus.npz that `experiments.nano.data` writes."""
+    """{'library', 'renamed', 'tests', 'dev'} of the corpus.npz of `experiments.nano.data`."""
     with np.load(path) as stored:
         names = sorted({key.split("_")[0] for key in stored.files})
         return {n: Split(stored[f"{n}_ids"], stored[f"{n}_offsets"]) for n in names}
@@ -77,9 +77,11 @@ def mixed(
 
 
 def counts(shares: list[float], rows: int, step: int) -> list[int]:
-    """How many of the rows each share gets at a step: [0, rows] is cut into the shares, and each
-    gets the marks in its part of a ruler that every step moves on by the golden ratio, which spreads
-    best whatever the shares are."""
+    """How many of the rows each share gets at a step.
+
+    [0, rows] is cut into the shares. A ruler with a mark at every 1 lies along it, and a share gets
+    the marks in its part. Each step moves the ruler by the golden ratio, which spreads evenly.
+    """
     ends = np.round(np.cumsum(shares) * rows, 6)  # else 0.3 + 0.7 ends below 1
     ends[-1] = rows
     return np.diff(np.floor(ends + (0.5 + step * GOLDEN) % 1), prepend=0).astype(int).tolist()

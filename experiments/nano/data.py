@@ -4,10 +4,10 @@
     experiments/nano/work/corpus.npz        their tokens and the dev part's
     deepinfer/data/                         held-out, dev and prose as text (`di.data`)
 
-For each of library, renamed, tests, dev the corpus has `NAME_ids` uint16 (documents one after another, each
-[bos] + tokens + [eos]) and `NAME_offsets` int64 [documents + 1]. renamed: the library's documents
-COPIES times, each time with other names in them (see `renamed`). Held-out is not in the corpus: it
-is measured once, from `di.data`. The same Python gives the same files, byte for byte.
+For each of library, renamed, tests, dev the corpus has `NAME_ids` uint16 (documents one after
+another, each [bos] + tokens + [eos]) and `NAME_offsets` int64 [documents + 1]. renamed: the
+library's documents COPIES times, each time with other names in them (see `renamed`). Held-out is
+not in the corpus: it is measured once, from `di.data`. The same Python gives the same files, byte for byte.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class Reader(HTTPReader):
     __slots__ = ()
     def read_value(self, value, *, n=1, key_2=None):
         size = {"value": value, "n": n}
-        return f"{{value}} {value!r:>{n}n} \\n{size['value']} {self.read_value(key_2)=} {key_2:%n} {f'{n}n'}"
+        print(f"{{value}} {value!r:>{n}n} \\n{size['value']} ")
+        return f"{self.read_value(key_2)=} {key_2:%n} {f'{n}n'} {value[n:n]}"
 def again(x_of, value):
     print(os.path.join(value, b"read_value\\nkey_2"), js.dumps(x_of).lower(), sep="", file=x_of)
     try: return Reader().read_value(value=value, n=-1) != x_of
@@ -95,16 +96,16 @@ def everything(monkeypatch):
 def test_every_place_of_a_name(everything):
     after = renamed(TEXT, POOL, np.random.default_rng(0))
     new = check(TEXT, after)
-    every = "_MAX_SIZE Reader HTTPReader read_value value n key_2 size again x_of open_again file sep js"
+    every = "_MAX_SIZE Reader HTTPReader read_value value n key_2 size again x_of open_again file sep"
     # two words more than the pool has
-    assert set(new) | {"dumps"} >= set(every.split()) - {"sep", "js"} and "self" not in new
+    assert set(new) | {"dumps"} >= set(every.split()) - {"sep"} and "self" not in new
     g = {old: new.get(old, old) for old in every.split()}
     said = f'a value: {g["read_value"]} and {g["_MAX_SIZE"]}, Reader and {g["HTTPReader"]}."""'
     assert said in after
     assert f"# value of {g['_MAX_SIZE']}; not MAX_SIZE" in after
     v, n, k = g["value"], g["n"], g["key_2"]
     assert f'''f"{{{{value}}}} {{{v}!r:>{{{n}}}n}} \\n{{{g["size"]}['value']}} ''' in after
-    assert f"""{{self.{g["read_value"]}({k})=}} {{{k}:%n}} {{f'{{{n}}}n'}}\n""" in after.replace('"\n', "\n")
+    assert f"""f"{{self.{g["read_value"]}({k})=}} {{{k}:%n}} {{f'{{{n}}}n'}} {{{v}[{n}:{n}]}}\"""" in after
     assert f'b"{g["read_value"]}\\n{k}"' in after
     for same in ("from __future__ import annotations", "import os.path, json as", "__slots__"):
         assert same in after

@@ -135,10 +135,10 @@ def test_a_share_of_the_library_rows_has_other_names(monkeypatch, tmp_path):
     """Less than a row a step here: right over the steps, and at no cost for the test suites."""
     recipe = replace(RECIPE, steps=200, library_shares=((1.0, 0.5),), renamed=0.2)
     plan = backbone_plan(monkeypatch, recipe, Log(tmp_path / "log"))
-    found = np.array([
-        [rows_from(step["ids"], *span) / len(step["ids"]) for span in ((5, 100), (500, 600), (300, 400))]
-        for step in plan
-    ])
+    spans = ((5, 100), (500, 600), (300, 400))
+    found = np.array(
+        [[rows_from(s["ids"], *span) / len(s["ids"]) for span in spans] for s in plan]
+    )
     assert (found[:, 1] == 0.5).all() and (found.sum(1) == 1).all()
     assert np.allclose(found.mean(0), [0.4, 0.5, 0.1], atol=0.01)
     last = [row for row in read(tmp_path / "log") if row["stage"] == "backbone"][-1]
