@@ -60,7 +60,7 @@ def _numbers(recipe: Any) -> Iterator[str]:
     for field in fields(recipe):
         name, value = field.name, getattr(recipe, field.name)
         least = 0 if name in NONE else 1
-        if isinstance(value, int) and value < least:
+        if type(value) is int and value < least:
             yield f"{name}={value}: at least {least} is needed"
         if isinstance(value, float):
             most = math.inf if name.endswith(FACTORS) else 1.0

@@ -78,7 +78,7 @@ BAD = [
     ("steps=0", "steps=0: at least 1"), ("steps=-3", "at least 1"), ("rows=0", "at least 1"),
     ("length=100", "length=100 is no multiple of the window, 64 tokens: 128 is"),
     ("dense_length=1000", "dense_length=1000 is no multiple of the window, 64 tokens: 1024 is"),
-    ("dense_length=1536", "32,768 tokens a step, which sequences of dense_length=1536"),
+    ("dense_length=1536", "16,384 tokens a step, which sequences of dense_length=1536"),
     ("dense_length=65536", "do not divide"), ("length=4160", "dense_length=1024 do not divide"),
     ("dev_every=0", "at least 1"), ("index_every=0", "at least 1"), ("dropout=2", "0 to 1"),
     ("dropout=-0.1", "0 to 1"), ("muon_rate=1e999", "from 0 on"), ("clip=-1.0", "from 0 on"),
