@@ -206,8 +206,8 @@ class Drafter:
     """Recipe of the drafter stage, on the frozen backbone as it is stored."""
 
     fresh: bool = True  # False: go on with the drafter of the checkpoint
-    steps: int = 8000
-    rows: int = 4
+    steps: int = 4500
+    rows: int = 8
     length: int = 4096
     anchors: int = 1024  # blocks a row of `length` tokens
     muon_rate: float = 5e-3

@@ -57,7 +57,7 @@ def figures(runs: Runs, results: Results) -> Iterator[tuple[str, Figure | None]]
     draws: dict[str, Callable[[], Figure | None]] = {
         "loss": lambda: loss(runs),
         "load": lambda: load(runs.backbone),
-        "drafter": lambda: drafter(runs.drafter),
+        "drafter": lambda: drafter(runs.drafted),
         "position": lambda: position(results),
         "acceptance": lambda: acceptance(results),
         "calibration": lambda: calibration(results),

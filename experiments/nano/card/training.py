@@ -47,7 +47,10 @@ def section(runs: Runs) -> list[str]:
             continue
         lines += md.paragraph(course(run))
         lines += backbone_curve(run) if stage == "backbone" else drafter_curve(run)
-    shown = [run for run in (runs.backbone, runs.drafter) if run is not None]
+    if runs.more is not None:
+        lines += md.paragraph("It then went on from its stored weights. " + course(runs.more))
+        lines += drafter_curve(runs.more)
+    shown = runs.shipped
     if shown:
         lines += ["### Recipe and commands", ""]
         lines += md.paragraph("The recipes, with names as in `experiments/nano/config.py`:")
@@ -199,14 +202,14 @@ def older_code(runs: Sequence[Run]) -> list[str]:
 
 def commands(runs: Runs) -> list[list[str]]:
     """What remakes everything, each command in words that are not to be parted."""
-    everything = [run for run in (runs.backbone, runs.drafter, *runs.others) if run is not None]
-    stored, plain_ = f"{folder(runs.drafter or runs.backbone)}/stored", folder(runs.backbone)
+    everything = [*runs.shipped, *runs.others]
+    stored, plain_ = f"{folder((runs.shipped or [None])[-1])}/stored", folder(runs.backbone)
     second = [run for run in runs.others if run.stage == "drafter"]
     module = "python -m experiments.nano."
     return [
         [module + "data"],
-        *map(train, everything),
-        [module + "train paths", f"--checkpoint {plain_}/unquantised", "--out paths"],
+        *(train(run, runs) for run in everything),
+        [module + "train paths", f"--checkpoint {stored}", "--out paths"],
         [
             module + "report", f"--checkpoint {stored}", f"--unquantised {plain_}/unquantised",
             *(f"--second-seed {folder(run)}/stored" for run in second[:1]), "--out results.json",
@@ -220,10 +223,11 @@ def commands(runs: Runs) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def train(run: Run) -> list[str]:
+def train(run: Run, runs: Runs) -> list[str]:
     words = [f"python -m experiments.nano.train {run.stage}"]
     if run.stage == "drafter":
-        words.append(f"--backbone backbone{run.seed}/stored")
+        before = folder(runs.drafter) if run is runs.more else f"backbone{run.seed}"
+        words.append(f"--backbone {before}/stored")
     words += [f"--out {folder(run)}", f"--seed {run.seed}"]
     if run.stopped is not None:
         words.append(f"--seconds {run.limit:g}")

@@ -18,7 +18,7 @@ from deepinfer.engine.weights import fingerprint
 from deepinfer.measure.table import Table
 from experiments.nano import card, findings, plots, report, train
 from experiments.nano.card import model
-from experiments.nano.card.inputs import Results, read_run
+from experiments.nano.card.inputs import Results, read_run, read_runs
 from experiments.nano.config import Backbone, Drafter
 
 # The report's findings and their columns.
@@ -335,7 +335,7 @@ def test_the_commands_remake_the_recipes(files):
     assert train._recipe(Drafter(), parsed[1].set) == DRAFTER
     assert parsed[1].seconds == 77 and parsed[0].seconds is None
     assert parsed[1].backbone == parsed[0].out + "/stored"
-    assert parsed[3].checkpoint == parsed[0].out + "/unquantised"
+    assert parsed[3].checkpoint == parsed[4].checkpoint == parsed[1].out + "/stored"
     assert "other code than today's" not in text
 
 
@@ -349,6 +349,20 @@ def cells(text, heading):
             return rows
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return rows
+
+
+def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, capsys):
+    more = Drafter(steps=60, rows=5, length=32, fresh=False)
+    logs = [*files.logs[:2], write_log(tmp_path / "d" / "log.jsonl", more, 9)]
+    status, text = make(files, logs=logs)
+    assert status == 0 and "It then went on from its stored weights. Seed 9, 60 steps" in text
+    assert "drafter --backbone drafter5/stored --out drafter9 --seed 9" in text.replace("\\\n    ", "")
+    assert "ship --checkpoint drafter9/stored" in text and "Other seeds" not in text
+    drawn = plots.drafter(read_runs(logs).drafted).axes[0]
+    shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
+    assert list(shown.get_xdata()) == [40, 80]
+    assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
+    assert "the log of that one comes before it" in capsys.readouterr().err
 
 
 def test_curves_are_of_the_steps_since_the_row_above(files):
@@ -534,6 +548,6 @@ def test_the_readmes_commands_are_understood():
             parse[name](rest)
             seen.append((name, rest[0] if name == "train" else ""))
     assert seen == [
-        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "paths"), ("report", ""),
-        ("train", "ship"), ("card", ""), ("plots", ""),
+        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "drafter"),
+        ("train", "paths"), ("report", ""), ("train", "ship"), ("card", ""), ("plots", ""),
     ]  # fmt: skip

@@ -279,8 +279,7 @@ DRAFTER = Drafter(
 )
 
 
-@pytest.fixture(scope="module")
-def drafted():
+def draft_plan(recipe):
     """(plan, calls of written.write, weights before, weights after) of a drafter stage."""
     calls, plan = [], Plan(("loss", "accepted", "overlap", "as_target", "confidence", "grad"))
 
@@ -299,8 +298,13 @@ def drafted():
         patch.setattr(drafter, "step_of", plan.drafter)
         patch.setattr(drafter, "evaluate", plan.evaluate)
         patch.setattr(written, "write", write)
-        after = drafter.train(model, DRAFTER, DATA, seed=5, log=Log())
+        after = drafter.train(model, recipe, DATA, seed=5, log=Log())
     return plan, calls, before, after
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    return draft_plan(DRAFTER)
 
 
 def test_the_drafter_starts_afresh_and_leaves_the_backbone(drafted):
@@ -309,6 +313,12 @@ def test_the_drafter_starts_afresh_and_leaves_the_backbone(drafted):
     assert before.keys() == after.keys()
     for name, x in after.items():
         assert torch.equal(x, (fresh if name.startswith("mtp.") else before)[name]), name
+
+
+def test_a_drafter_goes_on_from_the_checkpoints():
+    _, _, before, after = draft_plan(replace(DRAFTER, steps=2, fresh=False))
+    for name, x in after.items():
+        assert torch.equal(x, before[name]), name
 
 
 def test_the_drafter_learns_from_three_kinds_of_text(drafted):
