@@ -104,8 +104,8 @@ def _recipe(text: str, path: Path) -> tuple[str, dict[str, Any]]:
     if stage not in _NEEDED:
         raise ValueError(f"{path}: the recipe is of {stage!r}; known: {', '.join(_NEEDED)}")
     _need(values, ("steps", "rows", "length"), f"{path}, the recipe")
-    if stage == "drafter":
-        values.setdefault("fresh", True)  # a stage could do no other before the recipe said it
+    if stage == "drafter":  # "fresh" was no choice in older recipes
+        values = {"fresh": True, **values}
     return stage, values
 
 

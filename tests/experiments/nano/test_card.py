@@ -95,7 +95,7 @@ def write_log(path, recipe, seed, stopped=False, finished=True):
         row = {"stage": stage, "step": step, "seconds": x(), "max_load": x(1, 5)}
         if stage == "backbone":
             row |= {"nats": x(), "index_kl": x(), "min_load": x(0, 1), "tokens_per_second": x(1e5, 2e5),
-                    "library_epochs": 3, "tests_epochs": 2}  # fmt: skip
+                    "library_epochs": 3, "tests_epochs": 2, "renamed_epochs": 4}  # fmt: skip
         else:
             row |= {"text": "corpus", "loss": x(), "accepted": x(1, 6), "overlap": [x(0, 1), x(0, 1)]}
         rows.append(row)
@@ -358,11 +358,22 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
     assert status == 0 and "It then went on from its stored weights. Seed 9, 60 steps" in text
     assert "drafter --backbone drafter5/stored --out drafter9 --seed 9" in text.replace("\\\n    ", "")
     assert "ship --checkpoint drafter9/stored" in text and "Other seeds" not in text
-    drawn = plots.drafter(read_runs(logs).drafted).axes[0]
+    drawn = plots.drafter(read_runs(logs)).axes[0]
     shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
     assert list(shown.get_xdata()) == [40, 80]
+    joint = next(x for x in drawn.lines if x.get_label().startswith("went on"))
+    assert list(joint.get_xdata()) == [40, 40]
     assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
     assert "the log of that one comes before it" in capsys.readouterr().err
+
+
+def test_what_was_read_and_where_paths_and_seeds_differ(files):
+    text = " ".join(make(files, "--paths", files.paths)[1].split())
+    assert "read library text for the 3rd time, test suites for the 2nd time, the renamed copies" in text
+    assert "2 ways (float32 or bfloat16; batched slots; compiled; without gradients)" in text
+    assert "from the first in nats a token: 0 % in float32, 0.0479 % in bfloat16." in text
+    assert "The backbone of seed 6 had steps=40 in place of 80, bias_rates=" in text
+    assert "on how much" in text and "on how much" not in make(files, logs=files.logs[:2])[1]
 
 
 def test_curves_are_of_the_steps_since_the_row_above(files):
