@@ -425,13 +425,17 @@ def test_a_drafter_step_drops_out():
 
 
 def test_the_drafters_evaluation_repeats_itself_on_the_split_it_is_given(model):
-    recipe, found = Drafter(rows=2, length=32, anchors=6), []
-    for seed, name in ((0, "dev"), (1, "dev"), (1, "tests")):
+    """On as many places, whatever the rows of a step."""
+    recipe, found = Drafter(length=32, anchors=6), []
+    for seed, rows, name in ((0, 2, "dev"), (1, 5, "dev"), (1, 2, "tests")):
         torch.manual_seed(seed)
-        found.append(drafter.evaluate(model, DATA[name], recipe, False))
+        found.append(drafter.evaluate(model, DATA[name], replace(recipe, rows=rows), False))
     ids = torch.from_numpy(pieces(DATA["dev"], 33))[: drafter.DEV_ROWS]
     same = torch.Generator().manual_seed(0)
-    whole = drafter.drafted(model, ids, recipe, 0, False, generator=same)
+    whole = drafter.drafted(
+        model, ids, replace(recipe, rows=len(ids)), 0, False, generator=same
+    )
+    assert whole.overlap.shape[0] == 6 * len(ids)
     wanted = draft_loss.metrics(whole).numbers()
     assert found[0] == found[1] != found[2]
     for key in ("loss", "accepted", "overlap", "as_target"):
