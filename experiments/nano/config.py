@@ -188,8 +188,8 @@ class Backbone:
     index_weight: float = 1.0
     index_every: int = 4  # queries that the indexer's loss looks at
     index_random: int = 32  # random visible entries beside the picked ones
-    # Share of the rows that is library text, until a share of the steps. More of it at the end
-    # (0.65 of the last 30 %) over-fitted: it was then seen twelve times.
+    # Share of the rows that is library text, until a share of the steps. More of it in the last
+    # 30 % over-fitted: it was then seen twelve times.
     library_shares: tuple[tuple[float, float], ...] = ((1.0, 0.45),)
     renamed: float = 0.5  # share of the library rows whose text has other names in it
     rounded_from: float = 1.0  # share of the steps after which weights are rounded as stored
