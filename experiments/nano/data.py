@@ -7,7 +7,8 @@
 For each of library, renamed, tests, dev the corpus has `NAME_ids` uint16 (documents one after
 another, each [bos] + tokens + [eos]) and `NAME_offsets` int64 [documents + 1]. renamed: the
 library's documents COPIES times, each time with other names in them (see `renamed`). Held-out is
-not in the corpus: it is measured once, from `di.data`. The same Python gives the same files, byte for byte.
+not in the corpus: it is measured once, from `di.data`. The same Python gives the same files, byte
+for byte.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def without_tables(tokenizer: Any, files: Sequence[Source]) -> list[Source]:
 
 
 def renamed_copies(library: Sequence[Source], copies: int = COPIES) -> list[Source]:
-    """All files of copy 1, then of copy 2, ... The new names are the library's own: a held-out
-    file's names are seen nowhere."""
+    """All files of copy 1, then of copy 2, ... The new names are those of the given files: no file
+    that judges gives one."""
     pool = pool_of(file.text for file in library)
     return [
         Source(file.path, renamed(file.text, pool, np.random.default_rng((NAMES_SEED, copy, i))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,9 +127,18 @@ def finding(results: Results, name: str, columns: Columns, digits: int) -> list[
     table = results.table(name, *needed)
     if table is None:
         return not_measured(name)
+    said = md.paragraph(in_headings(results.says(name), columns))
     if name == "calibration":
-        return [*md.paragraph(results.says(name)), *by_draft(table, columns, digits)]
-    return [*md.paragraph(results.says(name)), *shown(table.rows, columns, digits)]
+        return [*said, *by_draft(table, columns, digits)]
+    return [*said, *shown(table.rows, columns, digits)]
+
+
+def in_headings(text: str, columns: Columns) -> str:
+    """A finding's sentence with the card's headings in place of the report's column names."""
+    for heading, column in columns.items():
+        if isinstance(column, str) and "_" in column:  # others are words of the sentence as well
+            text = re.sub(rf"(?<!\w){column}(?!\w)", heading, text)
+    return text
 
 
 def not_measured(name: str) -> list[str]:
