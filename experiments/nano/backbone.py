@@ -161,7 +161,8 @@ def train(
         trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
         {"attn_sink": r.sink_rate}, r.clip,
     )
-    streams = [Stream(data["library"], seed), Stream(data["tests"], seed + 1)]
+    names = ("library", "tests", "renamed") if r.renamed else ("library", "tests")
+    streams = {name: Stream(data[name], seed + i) for i, name in enumerate(names)}
     balance = Balance(model.layers, r.bias_rates)
     short = replace(r, rows=r.rows * r.length // r.dense_length, length=r.dense_length)
     steps = {
@@ -177,7 +178,10 @@ def train(
         share = next(share for until, share in r.library_shares if done <= until)
         dense = step < r.dense * r.steps
         size = short if dense else r
-        ids = torch.from_numpy(mixed(streams, [share, 1 - share], size.rows, size.length + 1))
+        shares = [share * (1 - r.renamed), 1 - share, share * r.renamed][: len(streams)]
+        ids = torch.from_numpy(
+            mixed(list(streams.values()), shares, size.rows, size.length + 1, step)
+        )
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
         found = steps[dense, step >= r.rounded_from * r.steps](
             ids=ids, phase=int(phases.integers(r.index_every)), factor=factor,
@@ -193,7 +197,7 @@ def train(
             log.row(
                 stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor,
                 dense=dense, max_load=high, min_load=low, tokens_per_second=per_second,
-                library_epochs=streams[0].epoch, tests_epochs=streams[1].epoch,
+                **{f"{name}_epochs": stream.epoch for name, stream in streams.items()},
             )
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:
             log.row(stage="dev", step=step + 1, **evaluate(model, data["dev"], r, compiled))

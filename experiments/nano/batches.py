@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclass(frozen=True)
 class Split:
@@ -27,7 +29,7 @@ class Split:
 
 
 def corpus(path: str | Path) -> dict[str, Split]:
-    """{'library', 'tests', 'dev'} of the corpus.npz that `experiments.nano.data` writes."""
+    """{'library', 'renamed', 'tests', 'dev'} of the corpus.npz of `experiments.nano.data`."""
     with np.load(path) as stored:
         names = sorted({key.split("_")[0] for key in stored.files})
         return {n: Split(stored[f"{n}_ids"], stored[f"{n}_offsets"]) for n in names}
@@ -63,11 +65,26 @@ class Stream:
         self.epoch += 1
 
 
-def mixed(streams: list[Stream], shares: list[float], rows: int, length: int) -> np.ndarray:
-    """[rows, length] with each stream's share of the rows; the first gets what rounding leaves."""
-    counts = [round(share * rows) for share in shares]
-    counts[0] = rows - sum(counts[1:])
-    return np.concatenate([s.rows(n, length) for s, n in zip(streams, counts)])
+def mixed(
+    streams: list[Stream], shares: list[float], rows: int, length: int, step: int = 0
+) -> np.ndarray:
+    """[rows, length] of all streams, whose shares add up to 1.
+
+    A stream's rows of a step are its share rounded up or down, and its share on average over the
+    steps: a share too small for a row each step gets one every few steps.
+    """
+    return np.concatenate([s.rows(n, length) for s, n in zip(streams, counts(shares, rows, step))])
+
+
+def counts(shares: list[float], rows: int, step: int) -> list[int]:
+    """How many of the rows each share gets at a step.
+
+    [0, rows] is cut into the shares. A ruler with a mark at every 1 lies along it, and a share gets
+    the marks in its part. Each step moves the ruler by the golden ratio, which spreads evenly.
+    """
+    ends = np.round(np.cumsum(shares) * rows, 6)  # else 0.3 + 0.7 ends below 1
+    ends[-1] = rows
+    return np.diff(np.floor(ends + (0.5 + step * GOLDEN) % 1), prepend=0).astype(int).tolist()
 
 
 def pieces(split: Split, length: int) -> np.ndarray:

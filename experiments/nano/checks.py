@@ -60,7 +60,7 @@ def _numbers(recipe: Any) -> Iterator[str]:
     for field in fields(recipe):
         name, value = field.name, getattr(recipe, field.name)
         least = 0 if name in NONE else 1
-        if isinstance(value, int) and value < least:
+        if type(value) is int and value < least:
             yield f"{name}={value}: at least {least} is needed"
         if isinstance(value, float):
             most = math.inf if name.endswith(FACTORS) else 1.0
@@ -125,3 +125,8 @@ def _text(recipe: Backbone | Drafter, data: dict[str, Split]) -> Iterator[str]:
         least = recipe.length + 1 if name == "dev" else 1
         if held < least:
             yield f"the corpus has {held:,} {name} tokens, at least {least:,} are needed"
+    if getattr(recipe, "renamed", 0.0) and not ("renamed" in data and len(data["renamed"].ids)):
+        yield (
+            f"renamed={recipe.renamed}, and the corpus has no renamed text, for an older version "
+            "wrote it: run `python -m experiments.nano.data` again, or set renamed=0.0"
+        )

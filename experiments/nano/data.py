@@ -1,12 +1,14 @@
-"""The nano model's data: `python -m experiments.nano.data` makes all of it (about a minute).
+"""The nano model's data: `python -m experiments.nano.data` makes all of it (about two minutes).
 
     experiments/nano/work/tokenizer.json    learnt on the trained files only
     experiments/nano/work/corpus.npz        their tokens and the dev part's
     deepinfer/data/                         held-out, dev and prose as text (`di.data`)
 
-For each of library, tests, dev the corpus has `NAME_ids` uint16 (documents one after another, each
-[bos] + tokens + [eos]) and `NAME_offsets` int64 [documents + 1]. Held-out is not in it: it is
-measured once, from `di.data`. The same Python gives the same files, byte for byte.
+For each of library, renamed, tests, dev the corpus has `NAME_ids` uint16 (documents one after
+another, each [bos] + tokens + [eos]) and `NAME_offsets` int64 [documents + 1]. renamed: the
+library's documents COPIES times, each time with other names in them (see `renamed`). Held-out is
+not in the corpus: it is measured once, from `di.data`. The same Python gives the same files, byte
+for byte.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import numpy as np
 from deepinfer.data import xz_bits_per_byte
 from experiments.nano import ship
 from experiments.nano.prose import prose
+from experiments.nano.renamed import pool_of, renamed
 from experiments.nano.split import Source, Split, sources, split, standard_library
 from experiments.nano.vocabulary import train_tokenizer
 
-__all__ = ["WORK", "encode", "make", "vocabulary_texts"]
+__all__ = ["COPIES", "WORK", "encode", "make", "renamed_copies", "vocabulary_texts"]
 
 WORK = Path(__file__).resolve().parent / "work"
 BOS, EOS = 0, 1
@@ -35,6 +38,9 @@ TABLES = "encodings"  # 1.4 MB of character tables: not worth a merge
 # A file of at least so many tokens with fewer bytes a token than this is a table of numbers or
 # names. A quarter of the library's tokens are, and they teach nothing about code.
 TABLE_TOKENS, TABLE_BYTES = 2_000, 2.4
+TRAINED = ("library", "renamed", "tests")
+COPIES = 3  # of each library file, with other names in it
+NAMES_SEED = 41  # of those names
 
 
 def make(work: Path = WORK, replace: bool = False) -> list[str]:
@@ -52,15 +58,14 @@ def make(work: Path = WORK, replace: bool = False) -> list[str]:
     tokenizer = train_tokenizer(vocabulary_texts(parts))
     work.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(work / "tokenizer.json"))
+    library, tests = (without_tables(tokenizer, x) for x in (parts.library, parts.tests))
+    texts = {"library": library, "renamed": renamed_copies(library), "tests": tests, **shipped}
     tokens = {}
     arrays: dict[str, np.ndarray] = {}
-    for name in ("library", "tests", "dev", "heldout", "prose"):
-        files = second if name == "prose" else getattr(parts, name)
-        if name in ("library", "tests"):
-            files = without_tables(tokenizer, files)
+    for name, files in texts.items():
         ids, offsets = encode(tokenizer, [file.text for file in files])
         tokens[name] = (files, ids.size)
-        if name in ("library", "tests", "dev"):
+        if name in (*TRAINED, "dev"):
             arrays |= {f"{name}_ids": ids, f"{name}_offsets": offsets}
     np.savez_compressed(work / "corpus.npz", **arrays)
     return [*_found(parts), "", *_table(tokens), "", *_digests(work)]
@@ -80,6 +85,17 @@ def without_tables(tokenizer: Any, files: Sequence[Source]) -> list[Source]:
         if tokens < TABLE_TOKENS or file.size / tokens >= TABLE_BYTES:
             kept.append(file)
     return kept
+
+
+def renamed_copies(library: Sequence[Source], copies: int = COPIES) -> list[Source]:
+    """All files of copy 1, then of copy 2, ... The new names are those of the given files: no file
+    that judges gives one."""
+    pool = pool_of(file.text for file in library)
+    return [
+        Source(file.path, renamed(file.text, pool, np.random.default_rng((NAMES_SEED, copy, i))))
+        for copy in range(copies)
+        for i, file in enumerate(library)
+    ]
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +129,7 @@ def _table(parts: dict[str, tuple[Sequence[Source], int]]) -> Iterable[str]:
     for name, (files, tokens) in parts.items():
         size = sum(file.size for file in files)
         xz = ""
-        if name not in ("library", "tests"):
+        if name not in TRAINED:
             xz = f"{xz_bits_per_byte([file.text for file in files]):9.4f}"
         modules = len({ship.unit_of(file) for file in files})
         per_token = size / (tokens - 2 * len(files))
@@ -125,7 +141,8 @@ def _table(parts: dict[str, tuple[Sequence[Source], int]]) -> Iterable[str]:
 def _digests(work: Path) -> Iterable[str]:
     yield "sha256 of the files written:"
     for name in ("tokenizer.json", "corpus.npz"):
-        yield f"  {hashlib.sha256((work / name).read_bytes()).hexdigest()}  {name}"
+        written = (work / name).read_bytes()
+        yield f"  {hashlib.sha256(written).hexdigest()}  {name}  {len(written):,} bytes"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

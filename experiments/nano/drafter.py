@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .config import Drafter
 from .graphs import Captured
 from .log import Log
 from .muon import Optimiser, Rounding, schedule
+
+DEV_ROWS = 8  # pieces of dev text that the drafter is judged on
 
 
 @dataclass
@@ -39,7 +41,8 @@ def train(
     FP32 weight}. Other arguments as of the backbone's."""
     r = recipe
     torch.manual_seed(seed)
-    restart(model, seed)
+    if r.fresh:
+        restart(model, seed)
     trained = {
         n: p for n, p in model.named_parameters()
         if n.startswith("mtp.") and not n.endswith(("gate.bias", "gate.bias_vl"))
@@ -60,13 +63,14 @@ def train(
         )
         for s in sources for rounding in roundings
     }
-    streams = [Stream(data["library"], seed + 2), Stream(data["tests"], seed + 3)]
+    names = ("library", "tests", "renamed") if r.renamed else ("library", "tests")
+    streams = [Stream(data[name], seed + 2 + i) for i, name in enumerate(names)]
     order, shares = torch.Generator().manual_seed(seed), torch.tensor(r.shares)
     last = time.perf_counter()
     for step in range(r.steps):
         done = (step + 1) / r.steps
         source = sources[int(torch.multinomial(shares, 1, generator=order))]
-        ids = _rows(source, streams, order, model.device)
+        ids = _rows(source, streams, r.renamed, order, step).to(model.device)
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
         run = steps[source.name, step >= r.rounded_from * r.steps]
         found = run(ids=ids, factor=factor, bias_rate=balance.rate(done))
@@ -189,20 +193,24 @@ def _sources(
     return [Source("corpus", None, 0, r.rows, r.length), sampled, greedy]
 
 
-def _rows(source: Source, streams: list[Stream], order: torch.Generator, device) -> Tensor:
-    """[rows, length + 1] ids of a source."""
+def _rows(
+    source: Source, streams: list[Stream], renamed: float, order: torch.Generator, step: int
+) -> Tensor:
+    """[rows, length + 1] ids of a source; a half of the corpus rows is library text."""
     if source.text is None:
-        return torch.from_numpy(mixed(streams, [0.5, 0.5], source.rows, source.length + 1))
+        shares = [0.5 * (1 - renamed), 0.5, 0.5 * renamed][: len(streams)]
+        return torch.from_numpy(mixed(streams, shares, source.rows, source.length + 1, step))
     at = torch.randperm(len(source.text), generator=order)[: source.rows]
-    return source.text[at.to(device)]
+    return source.text[at.to(source.text.device)]
 
 
 @torch.no_grad()
 def evaluate(model: Model, split: Split, r: Drafter, compiled: bool) -> dict:
-    """Metrics on a split, at the same anchors every time."""
-    ids = torch.from_numpy(pieces(split, r.length + 1))[: r.rows].to(model.device)
+    """Metrics on a split, at the same anchors every time and whatever the rows of a step."""
+    ids = torch.from_numpy(pieces(split, r.length + 1))[:DEV_ROWS].to(model.device)
     random = torch.Generator(model.device).manual_seed(0)
     full = compiled and len(ids) == r.rows
+    r = replace(r, rows=len(ids))  # else the anchors would be as many as in a step
     found = draft_loss.metrics(drafted(model, ids, r, 0, full, generator=random)).numbers()
     return {k: x for k, x in found.items() if k not in ("cross_entropy", "confidence_loss")}
 

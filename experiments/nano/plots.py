@@ -57,7 +57,7 @@ def figures(runs: Runs, results: Results) -> Iterator[tuple[str, Figure | None]]
     draws: dict[str, Callable[[], Figure | None]] = {
         "loss": lambda: loss(runs),
         "load": lambda: load(runs.backbone),
-        "drafter": lambda: drafter(runs.drafter),
+        "drafter": lambda: drafter(runs),
         "position": lambda: position(results),
         "acceptance": lambda: acceptance(results),
         "calibration": lambda: calibration(results),
@@ -132,8 +132,9 @@ def load(run: Run | None) -> Figure | None:
     return figure
 
 
-def drafter(run: Run | None) -> Figure | None:
-    if run is None:
+def drafter(runs: Runs) -> Figure | None:
+    run = runs.drafted
+    if run is None or runs.drafter is None:
         return None
     figure, ax = panel(
         "What is accepted of each draft while the drafter learns", "step",
@@ -147,6 +148,9 @@ def drafter(run: Run | None) -> Figure | None:
         ax.plot([row["step"] for row in run.dev], [row["overlap"][k] for row in run.dev],
                 color=colour, marker=MARKERS[k % len(MARKERS)], label=f"draft {k + 1}, dev")  # fmt: skip
     ax.plot([], [], color=GREY, alpha=0.5, linewidth=1, label="thin: training on the corpus")
+    if runs.more is not None:
+        ax.axvline(runs.drafter.last_step, color=GREY, linewidth=0.8, linestyle=":",
+                   label="went on, at the full rate again")  # fmt: skip
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False, ncols=2)
     return figure

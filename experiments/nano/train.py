@@ -2,7 +2,7 @@
 
     python -m experiments.nano.train backbone --out DIR [--seed 0]
     python -m experiments.nano.train drafter --backbone DIR/stored --out DIR2
-    python -m experiments.nano.train paths --checkpoint DIR/unquantised
+    python -m experiments.nano.train paths --checkpoint DIR2/stored
     python -m experiments.nano.train ship --checkpoint DIR2/stored
     python -m experiments.nano.train bench
 

@@ -71,7 +71,7 @@ def card(
     if wrong:
         lines += paragraph("**A trial of the card, not the model's figures: " + "; ".join(wrong) + ".**")
     lines += model.introduction(checkpoint)
-    lines += figures.headline(results)
+    lines += figures.headline(results, runs)
     lines += model.architecture(checkpoint)
     lines += model.data(checkpoint, work)
     lines += training.section(runs)

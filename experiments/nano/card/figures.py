@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +72,7 @@ PARTS: tuple[tuple[str, tuple[tuple[str, Columns, int], ...]], ...] = (
 SUMMARY = ("figure", "target", "measured", "reached", "second_seed")
 
 
-def headline(results: Results) -> list[str]:
+def headline(results: Results, runs: Runs) -> list[str]:
     lines = ["## Headline figures", ""]
     table = results.table("summary", *SUMMARY)
     if table is None:
@@ -84,6 +85,8 @@ def headline(results: Results) -> list[str]:
     lines += md.paragraph(where(results))
     if not second:
         lines += md.paragraph("A second seed: not measured.")
+    elif runs.others:
+        lines += md.paragraph('How the second seed was trained, and on how much: "Other seeds" below.')
     return lines
 
 
@@ -124,9 +127,18 @@ def finding(results: Results, name: str, columns: Columns, digits: int) -> list[
     table = results.table(name, *needed)
     if table is None:
         return not_measured(name)
+    said = md.paragraph(in_headings(results.says(name), columns))
     if name == "calibration":
-        return [*md.paragraph(results.says(name)), *by_draft(table, columns, digits)]
-    return [*md.paragraph(results.says(name)), *shown(table.rows, columns, digits)]
+        return [*said, *by_draft(table, columns, digits)]
+    return [*said, *shown(table.rows, columns, digits)]
+
+
+def in_headings(text: str, columns: Columns) -> str:
+    """A finding's sentence with the card's headings in place of the report's column names."""
+    for heading, column in columns.items():
+        if isinstance(column, str) and "_" in column:  # others are words of the sentence as well
+            text = re.sub(rf"(?<!\w){column}(?!\w)", heading, text)
+    return text
 
 
 def not_measured(name: str) -> list[str]:
@@ -168,14 +180,22 @@ def on_the_trainer(paths: list[dict[str, Any]] | None) -> list[str]:
     """What `train paths` found on the machine that trained."""
     if not paths:
         return md.paragraph("Not measured: the paths of the training machine (`train paths`).")
-    apart = max(abs(row["percent"]) for row in paths)
-    kinds = ", ".join(
-        f"{key} {' or '.join(dict.fromkeys(str(row[key]) for row in paths))}"
-        for key in ("dtype", "slots", "compiled", "gradient")
-    )
+    words = {
+        "dtype": "{}", "slots": "{} slots", "compiled": ("eager", "compiled"),
+        "gradient": ("without gradients", "with gradients"),
+    }  # fmt: skip
+    kinds = []
+    for key, word in words.items():
+        values = dict.fromkeys(row[key] for row in paths)
+        named = [word.format(x) if isinstance(word, str) else word[x] for x in values]
+        kinds.append(" or ".join(named))
+    said = []
+    for kind in dict.fromkeys(row["dtype"] for row in paths):
+        most = max(abs(row["percent"]) for row in paths if row["dtype"] == kind)
+        said.append(f"{md.number(float(most))} % in {kind}")
     return md.paragraph(
-        f"On the training machine, unquantised weights, dev text: {len(paths)} ways ({kinds}) are "
-        f"at most {md.number(float(apart))} % apart in nats a token."
+        f"On the training machine, stored weights, dev text: {len(paths)} ways ({'; '.join(kinds)}). "
+        f"Most that one is from the first in nats a token: {', '.join(said)}."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ def _recipe(text: str, path: Path) -> tuple[str, dict[str, Any]]:
     if stage not in _NEEDED:
         raise ValueError(f"{path}: the recipe is of {stage!r}; known: {', '.join(_NEEDED)}")
     _need(values, ("steps", "rows", "length"), f"{path}, the recipe")
+    if stage == "drafter":  # "fresh" was no choice in older recipes
+        values = {"fresh": True, **values}
     return stage, values
 
 
@@ -115,15 +117,37 @@ def _need(row: Row, names: Sequence[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """backbone, drafter: of the weights that ship, None without a log; others: other seeds."""
+    """backbone, drafter: of the weights that ship, None without a log; others: other seeds; more:
+    the drafter stage that went on from the drafter's weights, where there was one."""
 
     backbone: Run | None
     drafter: Run | None
     others: tuple[Run, ...]
+    more: Run | None = None
+
+    @property
+    def shipped(self) -> list[Run]:
+        """The stages that made the shipped weights, in order."""
+        return [run for run in (self.backbone, self.drafter, self.more) if run is not None]
+
+    @property
+    def drafted(self) -> Run | None:
+        """Both drafter stages as one, the steps of the second counted on."""
+        if self.drafter is None or self.more is None:
+            return self.drafter
+        done = self.drafter.last_step
+        later = [
+            tuple({**row, "step": row["step"] + done} for row in rows)
+            for rows in (self.more.steps, self.more.dev)
+        ]
+        return replace(
+            self.drafter, steps=self.drafter.steps + later[0], dev=self.drafter.dev + later[1]
+        )
 
 
 def read_runs(paths: Sequence[str | Path]) -> Runs:
-    """The first log of each stage is the shipped weights'; later ones are other runs."""
+    """The first log of each stage is the shipped weights'; later ones are other runs. A drafter
+    stage that did not start afresh went on from the first one."""
     first: dict[str, Run] = {}
     others = []
     for path in paths:
@@ -134,11 +158,18 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
                 f"{path}: a second log of the {run.stage} with seed {run.seed}; later logs are of "
                 "other seeds"
             )
-        if run.stage in first:
+        if not run.recipe.get("fresh", True):
+            if "drafter" not in first or "more" in first:
+                raise ValueError(
+                    f"{path}: this stage went on from a drafter (fresh=False): the log of that one "
+                    "comes before it, and there is one such stage"
+                )
+            first["more"] = run
+        elif run.stage in first:
             others.append(run)
         else:
             first[run.stage] = run
-    return Runs(first.get("backbone"), first.get("drafter"), tuple(others))
+    return Runs(*map(first.get, ("backbone", "drafter")), tuple(others), first.get("more"))
 
 
 class Results:

@@ -165,14 +165,17 @@ def trained_on(checkpoint: Checkpoint, work: Path) -> list[str]:
         )
     rows = []
     with np.load(corpus) as arrays:
-        for name in ("library", "tests", "dev"):
+        for name in ("library", "renamed", "tests", "dev"):
+            if f"{name}_ids" not in arrays:  # an older corpus has no renamed text
+                continue
             ids, offsets = arrays[f"{name}_ids"], arrays[f"{name}_offsets"]
             rows.append((name, md.number(len(offsets) - 1), md.number(len(ids))))
     digests = [f"`{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}`" for f in (tokenizer, corpus)]
     return [
         *md.table(("part", "files", "tokens"), rows),
         *md.paragraph(
-            "library and tests are trained on. Tokenizer: byte-level BPE, learnt on the trained "
+            "library and tests are trained on, and so is renamed (library text with other names in it) "
+            "where the recipe has a share of it. Tokenizer: byte-level BPE, learnt on the trained "
             "files alone. Tokens count a bos and an eos for each file. SHA-256 of the files:"
         ),
         *map(md.bullet, digests), "",

@@ -32,6 +32,8 @@ MORE = {
     "dropout": "Residual dropout.",
     "unseen": "Some n-grams are passed off as unseen.",
     "noise": "Some input tokens are replaced by the noise token.",
+    "dense": "At first every entry is attended to, in shorter sequences.",
+    "renamed": "Part of the library text has other names in it.",
     "written": "Part of its text is what the target wrote.",
 }
 
@@ -47,7 +49,10 @@ def section(runs: Runs) -> list[str]:
             continue
         lines += md.paragraph(course(run))
         lines += backbone_curve(run) if stage == "backbone" else drafter_curve(run)
-    shown = [run for run in (runs.backbone, runs.drafter) if run is not None]
+    if runs.more is not None:
+        lines += md.paragraph("It then went on from its stored weights. " + course(runs.more))
+        lines += drafter_curve(runs.more)
+    shown = runs.shipped
     if shown:
         lines += ["### Recipe and commands", ""]
         lines += md.paragraph("The recipes, with names as in `experiments/nano/config.py`:")
@@ -55,7 +60,7 @@ def section(runs: Runs) -> list[str]:
         lines += md.paragraph("One command a stage, from the root of the repository:")
         lines += md.code([line for words in commands(runs) for line in folded(words, " \\")])
         lines += older_code((*shown, *runs.others))
-    return lines + other_seeds(runs.others)
+    return lines + other_seeds(runs)
 
 
 def course(run: Run) -> str:
@@ -72,18 +77,25 @@ def course(run: Run) -> str:
     if run.peak_gb:
         said.append(f"at most {md.number(run.peak_gb)} GiB of memory")
     text = "; ".join(said) + "."
-    last = run.steps[-1]
-    if "library_epochs" in last and "tests_epochs" in last:
-        text += f" In its last step it read library text for the {ordinal(last['library_epochs'])} "
-        text += f"time and test suites for the {ordinal(last['tests_epochs'])}."
+    text += epochs(run.steps[-1])
     for row in run.own:
         name, different = row.get("text", "mixed"), row.get("different")
-        text += f" The target wrote {row['tokens']:,} tokens ({name}"
-        text += ")." if different is None else f"; {md.number(different)} of a text's tokens differ)."
+        text += f" The target wrote {row['tokens']:,} tokens of {name} text"
+        text += "." if different is None else f" (different tokens over length: {md.number(different)})."
     if run.stopped is not None:
         text += f" A limit of {md.number(run.limit)} s ended it at step {run.stopped:,} of "
         text += f"{run.recipe['steps']:,}, so another machine would stop elsewhere."
     return text
+
+
+def epochs(last: Row) -> str:
+    """How often each kind of text had been begun at a logged step."""
+    kinds = {"library": "library text", "tests": "test suites", "renamed": "the renamed copies"}
+    said = [
+        f"{words} for the {ordinal(last[f'{kind}_epochs'])} time"
+        for kind, words in kinds.items() if f"{kind}_epochs" in last
+    ]
+    return f" In its last step it read {', '.join(said)}." if said else ""
 
 
 def millions(step: int, run: Run) -> str:
@@ -199,14 +211,14 @@ def older_code(runs: Sequence[Run]) -> list[str]:
 
 def commands(runs: Runs) -> list[list[str]]:
     """What remakes everything, each command in words that are not to be parted."""
-    everything = [run for run in (runs.backbone, runs.drafter, *runs.others) if run is not None]
-    stored, plain_ = f"{folder(runs.drafter or runs.backbone)}/stored", folder(runs.backbone)
+    everything = [*runs.shipped, *runs.others]
+    stored, plain_ = f"{folder((runs.shipped or [None])[-1])}/stored", folder(runs.backbone)
     second = [run for run in runs.others if run.stage == "drafter"]
     module = "python -m experiments.nano."
     return [
         [module + "data"],
-        *map(train, everything),
-        [module + "train paths", f"--checkpoint {plain_}/unquantised", "--out paths"],
+        *(train(run, runs) for run in everything),
+        [module + "train paths", f"--checkpoint {stored}", "--out paths"],
         [
             module + "report", f"--checkpoint {stored}", f"--unquantised {plain_}/unquantised",
             *(f"--second-seed {folder(run)}/stored" for run in second[:1]), "--out results.json",
@@ -220,10 +232,11 @@ def commands(runs: Runs) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def train(run: Run) -> list[str]:
+def train(run: Run, runs: Runs) -> list[str]:
     words = [f"python -m experiments.nano.train {run.stage}"]
     if run.stage == "drafter":
-        words.append(f"--backbone backbone{run.seed}/stored")
+        before = folder(runs.drafter) if run is runs.more else f"backbone{run.seed}"
+        words.append(f"--backbone {before}/stored")
     words += [f"--out {folder(run)}", f"--seed {run.seed}"]
     if run.stopped is not None:
         words.append(f"--seconds {run.limit:g}")
@@ -253,11 +266,11 @@ def folded(words: Sequence[str], mark: str) -> list[str]:
 # ----------------------------------------------------------------------------------- other seeds
 
 
-def other_seeds(others: Sequence[Run]) -> list[str]:
-    if not others:
+def other_seeds(runs: Runs) -> list[str]:
+    if not runs.others:
         return []
     rows = []
-    for run in others:
+    for run in runs.others:
         last = run.dev[-1] if run.dev else {}
         on_dev = last.get("nats") if run.stage == "backbone" else last.get("accepted")
         tokens = millions(run.last_step, run) if run.stage == "backbone" else ""
@@ -265,5 +278,23 @@ def other_seeds(others: Sequence[Run]) -> list[str]:
     return [
         "### Other seeds", "",
         *md.table(("stage", "seed", "steps", "M tokens", "dev at the end"), rows),
-        *md.paragraph("dev at the end: nats a token of a backbone, expected length of a drafter."),
+        *md.paragraph(
+            "dev at the end: nats a token of a backbone, expected length of a drafter. "
+            + " ".join(differences(run, runs) for run in runs.others)
+        ),
     ]  # fmt: skip
+
+
+def differences(run: Run, runs: Runs) -> str:
+    """How another seed's recipe differs from the shipped one's, in a sentence."""
+    shipped = runs.backbone if run.stage == "backbone" else runs.drafter
+    if shipped is None:
+        return ""
+    said = [
+        f"{name}={plain(value)} in place of {plain(shipped.recipe.get(name))}"
+        for name, value in run.recipe.items() if shipped.recipe.get(name) != value
+    ]
+    if run.stage == "drafter" and runs.more is not None:
+        said.append("one stage in place of two")
+    same = "the recipe of the shipped one"
+    return f"The {run.stage} of seed {run.seed} had {', '.join(said) or same}."

@@ -18,7 +18,7 @@ from deepinfer.engine.weights import fingerprint
 from deepinfer.measure.table import Table
 from experiments.nano import card, findings, plots, report, train
 from experiments.nano.card import model
-from experiments.nano.card.inputs import Results, read_run
+from experiments.nano.card.inputs import Results, read_run, read_runs
 from experiments.nano.config import Backbone, Drafter
 
 # The report's findings and their columns.
@@ -66,6 +66,7 @@ def finding(name, seed):
 
     rows = [{c: cell(c, i) for c in COLUMNS[name].split()} for i in range(2)]
     says = f"What {name} means, on {random.integers(100, 999)} texts."
+    says += " of_xz is a share." if "of_xz" in rows[0] else ""
     return findings.Finding(name, says, Table(rows, title=name, provenance={
         "settings": {"fidelity": 1}, "dtype": "float32", "commit": "0123456789abcdef+changes",
     }))  # fmt: skip
@@ -95,7 +96,7 @@ def write_log(path, recipe, seed, stopped=False, finished=True):
         row = {"stage": stage, "step": step, "seconds": x(), "max_load": x(1, 5)}
         if stage == "backbone":
             row |= {"nats": x(), "index_kl": x(), "min_load": x(0, 1), "tokens_per_second": x(1e5, 2e5),
-                    "library_epochs": 3, "tests_epochs": 2}  # fmt: skip
+                    "library_epochs": 3, "tests_epochs": 2, "renamed_epochs": 4}  # fmt: skip
         else:
             row |= {"text": "corpus", "loss": x(), "accepted": x(1, 6), "overlap": [x(0, 1), x(0, 1)]}
         rows.append(row)
@@ -233,7 +234,7 @@ def test_the_card_says_what_the_report_says(files):
     found = Results(files.report)
     for name in COLUMNS:
         if name != "summary":
-            assert found.says(name) in " ".join(text.split())
+            assert found.says(name).replace("of_xz", "of xz") in " ".join(text.split())
     row = found.rows("summary")[0]
     assert f"| {fmt(row['measured'], 4)} | NO" in re.sub(" +", " ", text)
     for row in found.rows("ablations"):
@@ -335,7 +336,7 @@ def test_the_commands_remake_the_recipes(files):
     assert train._recipe(Drafter(), parsed[1].set) == DRAFTER
     assert parsed[1].seconds == 77 and parsed[0].seconds is None
     assert parsed[1].backbone == parsed[0].out + "/stored"
-    assert parsed[3].checkpoint == parsed[0].out + "/unquantised"
+    assert parsed[3].checkpoint == parsed[4].checkpoint == parsed[1].out + "/stored"
     assert "other code than today's" not in text
 
 
@@ -349,6 +350,31 @@ def cells(text, heading):
             return rows
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return rows
+
+
+def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, capsys):
+    more = Drafter(steps=60, rows=5, length=32, fresh=False)
+    logs = [*files.logs[:2], write_log(tmp_path / "d" / "log.jsonl", more, 9)]
+    status, text = make(files, logs=logs)
+    assert status == 0 and "It then went on from its stored weights. Seed 9, 60 steps" in text
+    assert "drafter --backbone drafter5/stored --out drafter9 --seed 9" in text.replace("\\\n    ", "")
+    assert "ship --checkpoint drafter9/stored" in text and "Other seeds" not in text
+    drawn = plots.drafter(read_runs(logs)).axes[0]
+    shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
+    assert list(shown.get_xdata()) == [40, 80]
+    joint = next(x for x in drawn.lines if x.get_label().startswith("went on"))
+    assert list(joint.get_xdata()) == [40, 40]
+    assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
+    assert "the log of that one comes before it" in capsys.readouterr().err
+
+
+def test_what_was_read_and_where_paths_and_seeds_differ(files):
+    text = " ".join(make(files, "--paths", files.paths)[1].split())
+    assert "read library text for the 3rd time, test suites for the 2nd time, the renamed copies" in text
+    assert "2 ways (float32 or bfloat16; batched slots; compiled; without gradients)" in text
+    assert "from the first in nats a token: 0 % in float32, 0.0479 % in bfloat16." in text
+    assert "The backbone of seed 6 had steps=40 in place of 80, bias_rates=" in text
+    assert "on how much" in text and "on how much" not in make(files, logs=files.logs[:2])[1]
 
 
 def test_curves_are_of_the_steps_since_the_row_above(files):
@@ -534,6 +560,6 @@ def test_the_readmes_commands_are_understood():
             parse[name](rest)
             seen.append((name, rest[0] if name == "train" else ""))
     assert seen == [
-        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "paths"), ("report", ""),
-        ("train", "ship"), ("card", ""), ("plots", ""),
+        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "drafter"),
+        ("train", "paths"), ("report", ""), ("train", "ship"), ("card", ""), ("plots", ""),
     ]  # fmt: skip

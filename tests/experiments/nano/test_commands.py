@@ -20,7 +20,9 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     corpus = {}
-    for name, tokens in (("library", 9000), ("tests", 9000), ("dev", 4200)):
+    for name, tokens in (
+        ("library", 9000), ("renamed", 9000), ("tests", 9000), ("dev", 4200)
+    ):  # fmt: skip
         corpus[f"{name}_ids"] = np.arange(tokens, dtype=np.uint16) % 900
         corpus[f"{name}_offsets"] = np.array([0, tokens])
     np.savez(folder / "corpus.npz", **corpus)
@@ -49,9 +51,8 @@ def call(work, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.weights, "initial", lambda *_: None)
     monkeypatch.setattr(train.weights, "model_from", lambda *_: None)
 
-    def run(stage, *words):
+    def run(stage, *words, begin=("--device", "cpu", "--work", str(work))):
         out = ["--out", str(tmp_path / "out")] if stage in ("backbone", "drafter", "paths") else []
-        begin = ["--device", "cpu", "--work", str(work)]
         try:
             status = train.main([*begin, stage, *out, *words])
         except SystemExit as stop:
@@ -77,7 +78,7 @@ BAD = [
     ("steps=0", "steps=0: at least 1"), ("steps=-3", "at least 1"), ("rows=0", "at least 1"),
     ("length=100", "length=100 is no multiple of the window, 64 tokens: 128 is"),
     ("dense_length=1000", "dense_length=1000 is no multiple of the window, 64 tokens: 1024 is"),
-    ("dense_length=1536", "32,768 tokens a step, which sequences of dense_length=1536"),
+    ("dense_length=1536", "16,384 tokens a step, which sequences of dense_length=1536"),
     ("dense_length=65536", "do not divide"), ("length=4160", "dense_length=1024 do not divide"),
     ("dev_every=0", "at least 1"), ("index_every=0", "at least 1"), ("dropout=2", "0 to 1"),
     ("dropout=-0.1", "0 to 1"), ("muon_rate=1e999", "from 0 on"), ("clip=-1.0", "from 0 on"),
@@ -85,6 +86,7 @@ BAD = [
     ("bias_rates=(1,2)", "pairs"), ("library_shares=((1.0,1.5),)", "at most 1"),
     ("unseen=(0.1,)", "3 n-gram sizes"), ("unseen=(1.0,2.0,3.0)", "3 n-gram sizes"),
     ("steps='x'", "the recipe has"), ("step=3", "the recipe has"), ("steps", "the recipe has"),
+    ("renamed=1.5", "0 to 1"), ("renamed=-0.1", "0 to 1"),
     ("length=8192", "the corpus has 4,200 dev tokens, at least 8,193"),
 ]  # fmt: skip
 
@@ -128,6 +130,20 @@ def test_what_is_no_checkpoint_is_refused_at_once(call, trained, tmp_path):
         with pytest.raises(AssertionError, match="it began"):
             call(stage, option, str(trained / "stored"))
     assert call("paths", "--checkpoint", str(trained / "stored"), "--rows", "0")[0] == 2
+
+
+def test_a_corpus_without_renamed_text_is_refused_where_it_is_wanted(call, work, tmp_path):
+    (tmp_path / "old").mkdir()
+    shutil.copy(work / "tokenizer.json", tmp_path / "old")
+    with np.load(work / "corpus.npz") as whole:
+        old = {name: whole[name] for name in whole if not name.startswith("renamed")}
+    np.savez(tmp_path / "old" / "corpus.npz", **old)
+    begin = ["--device", "cpu", "--work", str(tmp_path / "old")]
+    status, said = call("backbone", begin=begin)
+    assert status == 2 and len(said.splitlines()) == 1
+    assert "renamed=0.5" in said and "`python -m experiments.nano.data`" in said
+    with pytest.raises(AssertionError, match="it began"):
+        call("backbone", "--set", "renamed=0.0", begin=begin)
 
 
 def test_a_broken_corpus_and_device_are_refused(call, work, tmp_path, capsys):

@@ -115,28 +115,48 @@ def test_a_graph_replays_what_the_eager_step_does():
 
 
 @pytest.mark.gpu
-def test_captured_stages_equal_eager_ones():
-    """A few steps of each stage and some written tokens, eager and captured, from one start."""
+def test_captured_steps_and_texts_equal_eager_ones():
+    """A few steps and some written tokens, eager and captured, from one start."""
     tokenizer = tiny_tokenizer()
     config = small_config(tokenizer)
-    seen = {}
+    models, steps = {}, {}
+    recipe = Backbone(rows=2, length=64, dropout=0.0, unseen=(), index_random=0)
     for capture in (False, True):
-        torch.manual_seed(0)
         state = weights.initial(config, 0)
         model = weights.model_from(config, state, tokenizer, torch.float32, "cuda")
         for name, p in model.named_parameters():
             p.requires_grad_(not name.endswith(("gate.bias", "gate.bias_vl")))
-        recipe = Backbone(rows=2, length=64, dropout=0.0, unseen=(), index_random=0)
         balance = backbone.Balance(model.layers, recipe.bias_rates)
-        step = backbone.step_of(model, recipe, optimiser(model, "layers."), balance, False, capture)
-        random = torch.Generator().manual_seed(1)
-        for i in range(EAGER + 5):
-            ids = torch.randint(5, 900, (2, 65), generator=random).cuda()
-            out = step(ids=ids, phase=i % 4, factor=1.0, bias_rate=0.0)
-        starts = torch.randint(5, 900, (4, 16), generator=random)
-        for p in model.parameters():
-            p.requires_grad_(False)
-        text = written.write(model, starts, 24, torch.zeros(4), seed=0, capture=capture)
-        seen[capture] = (float(out["nats"]), text.cpu())
-    assert seen[True][0] == pytest.approx(seen[False][0], abs=2e-3)
-    assert (seen[True][1] == seen[False][1]).double().mean() > 0.8  # near-ties may turn
+        models[capture] = model
+        steps[capture] = backbone.step_of(
+            model, recipe, optimiser(model, "layers."), balance, False, capture
+        )
+    random = torch.Generator().manual_seed(1)
+
+    def flat(capture):
+        return torch.cat([p.detach().flatten() for p in models[capture].parameters()])
+
+    for i in range(EAGER + 5):
+        # Sums on a GPU differ in the last bits, and ten steps of this optimiser make much of them:
+        # every step starts from the same weights.
+        with torch.no_grad():
+            for ours, theirs in zip(models[True].parameters(), models[False].parameters()):
+                ours.copy_(theirs)
+        before = flat(False)
+        ids = torch.randint(5, 900, (2, 65), generator=random).cuda()
+        given = dict(ids=ids, phase=i % 4, factor=1.0, bias_rate=0.0)
+        eager, captured = ({k: float(x) for k, x in steps[c](**given).items() if x.numel() == 1}
+                           for c in (False, True))
+        assert captured["nats"] == pytest.approx(eager["nats"], abs=1e-3), i
+        assert captured["grad"] == pytest.approx(eager["grad"], rel=0.02), i
+        moved = [flat(c) - before for c in (False, True)]
+        assert torch.cosine_similarity(*moved, dim=0) > 0.9, i
+    model = models[False]
+    starts = torch.randint(5, 900, (4, 16), generator=random)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    eager, captured = (
+        written.write(model, starts, 24, torch.zeros(4), seed=0, capture=c).cpu()
+        for c in (False, True)
+    )
+    assert (eager == captured).double().mean() > 0.8  # near-ties may turn

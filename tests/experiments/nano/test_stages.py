@@ -8,7 +8,7 @@ from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
 
 from experiments.nano import backbone, drafter, fast, weights, written
-from experiments.nano.batches import Split, Stream, mixed, pieces
+from experiments.nano.batches import Split, Stream, counts, mixed, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
 from experiments.nano.log import Log, read
 
@@ -29,7 +29,10 @@ def stages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nano")
     tokenizer = tiny_tokenizer()
     config = small_config(tokenizer)
-    data = dict(library=counting(40, 1), tests=counting(40, 2), dev=counting(10, 3))
+    data = dict(
+        library=counting(40, 1), tests=counting(40, 2), dev=counting(10, 3),
+        renamed=counting(40, 6),
+    )
     log = Log(folder / "log.jsonl")
     model = weights.model_from(config, weights.initial(config, 0), tokenizer, torch.float32, "cpu")
     recipe = Backbone(
@@ -187,6 +190,18 @@ def test_mixed_rows_and_pieces():
     assert mixed([a, b], [0.75, 0.25], 4, 10).shape == (4, 10)
     split = counting(2, 0)
     assert np.array_equal(pieces(split, 25).flatten(), split.ids[:100])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("shares", [[0.225, 0.55, 0.225], [0.98, 0.02], [0.3, 0.7], [1.0, 0.0]])
+def test_rows_are_the_shares_over_the_steps(shares, rows):
+    """Whole at each step, never a row or more away from the share, and right on average."""
+    given = np.array([counts(shares, rows, step) for step in range(1000)])
+    wanted = np.array(shares) * rows
+    assert (given.sum(1) == rows).all() and (abs(given - wanted) < 1).all()
+    assert (abs(given.cumsum(0) - wanted * np.arange(1, 1001)[:, None]) < 4).all()
+    again, later = (counts(shares, rows, step) for step in (7, 7))
+    assert again == later and counts([0.5, 0.5], rows * 2, 7) == [rows, rows]
 
 
 def test_tokens_are_drawn_from_the_law_at_their_temperature():

@@ -1,5 +1,7 @@
 """What each step of a stage is given, and what one step does, on a model of random weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,8 @@ def random_text(low, high, seed=0, documents=30):
 
 
 DATA = dict(
-    library=random_text(5, 100), tests=random_text(500, 600), dev=random_text(700, 800, documents=9)
+    library=random_text(5, 100), tests=random_text(500, 600),
+    dev=random_text(700, 800, documents=9), renamed=random_text(300, 400),
 )
 
 
@@ -104,7 +107,7 @@ def backbone_plan(monkeypatch, recipe, log=Log(), **settings):
 
 RECIPE = Backbone(
     steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4,
-    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)),
+    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)), renamed=0.0,
     bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
 )
 
@@ -126,6 +129,22 @@ def test_the_steps_of_the_backbone_are_those_of_the_recipe(monkeypatch):
     check_optimiser(plan, RECIPE, RECIPE.sink_rate)
     assert [at for at, _ in plan.dev] == [7, 14, 20]
     assert all(split is DATA["dev"] for _, split in plan.dev)
+
+
+def test_a_share_of_the_library_rows_has_other_names(monkeypatch, tmp_path):
+    """Less than a row a step here: right over the steps, and at no cost for the test suites."""
+    recipe = replace(RECIPE, steps=200, library_shares=((1.0, 0.5),), renamed=0.2)
+    plan = backbone_plan(monkeypatch, recipe, Log(tmp_path / "log"))
+    spans = ((5, 100), (500, 600), (300, 400))
+    found = np.array(
+        [[rows_from(s["ids"], *span) / len(s["ids"]) for span in spans] for s in plan]
+    )
+    assert (found[:, 1] == 0.5).all() and (found.sum(1) == 1).all()
+    assert np.allclose(found.mean(0), [0.4, 0.5, 0.1], atol=0.01)
+    last = [row for row in read(tmp_path / "log") if row["stage"] == "backbone"][-1]
+    assert last["renamed_epochs"] > 1 and last["library_epochs"] > 1 and last["tests_epochs"] > 1
+    plan = backbone_plan(monkeypatch, replace(recipe, steps=5, renamed=1.0))
+    assert not sum(rows_from(step["ids"], 5, 100) for step in plan)
 
 
 def test_a_stage_ends_when_its_time_is_over(monkeypatch, tmp_path):
@@ -260,8 +279,7 @@ DRAFTER = Drafter(
 )
 
 
-@pytest.fixture(scope="module")
-def drafted():
+def draft_plan(recipe):
     """(plan, calls of written.write, weights before, weights after) of a drafter stage."""
     calls, plan = [], Plan(("loss", "accepted", "overlap", "as_target", "confidence", "grad"))
 
@@ -280,8 +298,13 @@ def drafted():
         patch.setattr(drafter, "step_of", plan.drafter)
         patch.setattr(drafter, "evaluate", plan.evaluate)
         patch.setattr(written, "write", write)
-        after = drafter.train(model, DRAFTER, DATA, seed=5, log=Log())
+        after = drafter.train(model, recipe, DATA, seed=5, log=Log())
     return plan, calls, before, after
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    return draft_plan(DRAFTER)
 
 
 def test_the_drafter_starts_afresh_and_leaves_the_backbone(drafted):
@@ -292,6 +315,12 @@ def test_the_drafter_starts_afresh_and_leaves_the_backbone(drafted):
         assert torch.equal(x, (fresh if name.startswith("mtp.") else before)[name]), name
 
 
+def test_a_drafter_goes_on_from_the_checkpoints():
+    _, _, before, after = draft_plan(replace(DRAFTER, steps=2, fresh=False))
+    for name, x in after.items():
+        assert torch.equal(x, before[name]), name
+
+
 def test_the_drafter_learns_from_three_kinds_of_text(drafted):
     plan, calls, _, _ = drafted
     assert len(plan) == DRAFTER.steps
@@ -299,7 +328,8 @@ def test_the_drafter_learns_from_three_kinds_of_text(drafted):
     assert list(map(text.get, ("corpus", "sampled", "greedy"))) == sorted(
         text.values(), key=lambda s: s.first
     )
-    for name, first, share in (("corpus", 0, 0.25), ("sampled", 10, 0.45), ("greedy", 16, 0.3)):
+    starts = {"corpus": 0, "sampled": 10, "greedy": 16}
+    for (name, first), share in zip(starts.items(), DRAFTER.shares):
         steps = [step for step in plan if step["source"].name == name]
         assert abs(len(steps) / len(plan) - share) < 0.1, name
         assert text[name].first == first
@@ -308,7 +338,8 @@ def test_the_drafter_learns_from_three_kinds_of_text(drafted):
             ids = step["ids"]
             assert ids.shape == (text[name].rows, text[name].length + 1)
             if name == "corpus":
-                assert rows_from(ids, 5, 100) == rows_from(ids, 500, 600) == 2
+                assert rows_from(ids, 5, 100) == rows_from(ids, 300, 400) == 1
+                assert rows_from(ids, 500, 600) == 2
             else:
                 same = (ids[:, None] == text[name].text).all(2)
                 assert same.any(1).all() and same.any(0).sum() == len(ids), "rows of the text, once"
@@ -394,13 +425,17 @@ def test_a_drafter_step_drops_out():
 
 
 def test_the_drafters_evaluation_repeats_itself_on_the_split_it_is_given(model):
-    recipe, found = Drafter(rows=2, length=32, anchors=6), []
-    for seed, name in ((0, "dev"), (1, "dev"), (1, "tests")):
+    """On as many places, whatever the rows of a step."""
+    recipe, found = Drafter(length=32, anchors=6), []
+    for seed, rows, name in ((0, 2, "dev"), (1, 5, "dev"), (1, 2, "tests")):
         torch.manual_seed(seed)
-        found.append(drafter.evaluate(model, DATA[name], recipe, False))
-    ids = torch.from_numpy(pieces(DATA["dev"], 33))[:2]
+        found.append(drafter.evaluate(model, DATA[name], replace(recipe, rows=rows), False))
+    ids = torch.from_numpy(pieces(DATA["dev"], 33))[: drafter.DEV_ROWS]
     same = torch.Generator().manual_seed(0)
-    whole = drafter.drafted(model, ids, recipe, 0, False, generator=same)
+    whole = drafter.drafted(
+        model, ids, replace(recipe, rows=len(ids)), 0, False, generator=same
+    )
+    assert whole.overlap.shape[0] == 6 * len(ids)
     wanted = draft_loss.metrics(whole).numbers()
     assert found[0] == found[1] != found[2]
     for key in ("loss", "accepted", "overlap", "as_target"):
