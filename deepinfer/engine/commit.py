@@ -28,7 +28,7 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     shares = [settled(s) if i in landing else s for i, s in enumerate(flight.shares)]
     drafts = dict(zip(flight.emitters, (range(n - 1) for n in result.rows.tolist())))
     verified = [drafts.get(i, range(0)) for i in range(len(shares))]
-    stats.ran(record, flight.kind, shares, verified, rt.room, rt.scheduler.unfinished)
+    stats.ran(record, flight.kind, shares, verified, rt.room.max_rows)
     written = {i: max(a.written for a in shares[i].request.ahead) for i in landing}
     for i in landing:
         request = shares[i].request

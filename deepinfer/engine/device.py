@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +78,17 @@ class WorkerDevice(Device):
         super().__init__(device, clock)
         self.host_phase = "launch"
         self._thread = ThreadPoolExecutor(1, "deepinfer-device")
-        self._last: Future | None = None
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
     def launch(self, work: Callable[[], Any]) -> Any:
-        self._last = self._thread.submit(self.run, work)
-        return self._last
+        return self._thread.submit(self.run, work)
 
     def run(self, work: Callable[[], Any]) -> Any:
         with torch.inference_mode():  # a mode of the thread, not of the process
             return work()
 
     def post(self, work: Callable[[], Any]) -> None:
-        self._last = self._thread.submit(self._run_posted, work)
+        self._thread.submit(self._run_posted, work)
 
     def _run_posted(self, work: Callable[[], Any]) -> None:
         try:
@@ -106,13 +104,11 @@ class WorkerDevice(Device):
         return result
 
     def drain(self) -> None:
-        if self._last is not None:
-            wait([self._last])
-        self._last = self._failure = None
+        self._thread.submit(int).result()  # behind everything else
+        self._failure = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._last = self._failure = None
 
 
 class SimulatedDevice(WorkerDevice):

@@ -94,17 +94,11 @@ class Flight:
 
 def surely_last(request: Request) -> bool:
     """Whether the next emission, one token at least, is its last."""
-    return len(request.output) + sum(a.emits for a in request.ahead) + 1 >= request.params.max_tokens
+    return request.known + sum(a.tokens > 0 for a in request.ahead) + 1 >= request.most
 
 
 def take_off(share: Share, drafts: int, step: int) -> None:
-    """The share's request is ahead by this step, with up to `drafts` drafts on top. Its length is
-    never more than it can become, so that the pages asked for are never more than exist."""
-    r, rows = share.request, share.stop - share.start
-    if not share.emits:
-        r.ahead = (*r.ahead, Ahead(step, rows, 0, share.stop, False))
-        return
-    room = r.params.max_tokens - len(r.output) - sum(a.tokens for a in r.ahead)
-    tokens = min(1 + drafts, room)
-    further = rows + tokens - (0 if surely_last(r) else 1)
-    r.ahead = (*r.ahead, Ahead(step, further, tokens, share.stop + drafts, True))
+    """The share's request is ahead by this step, with up to `drafts` drafts on top."""
+    tokens = 1 + drafts if share.emits else 0
+    ahead = Ahead(step, share.stop - share.start, tokens, share.stop + drafts)
+    share.request.ahead = (*share.request.ahead, ahead)

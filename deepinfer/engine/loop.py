@@ -215,13 +215,15 @@ class Loop:
         """After an error or interrupt at any line: nothing is on its way any more, and every page,
         slot and request is where it belongs."""
         rt, flights = self.rt, self.flights
-        rt.device.drain()
-        for dropped in [*(f.record for f in flights), *([] if record is None else [record])]:
-            rt.stats.drop(dropped)
-        self.flights = []
-        commit.undo(rt, flights)
-        rt.room.recover(self.requests.values())
-        rt.scheduler.recover(self.requests.values())
+        try:
+            rt.device.drain()
+        finally:  # an impatient second interrupt: what still runs is in front of what comes
+            for dropped in [*(f.record for f in flights), *([] if record is None else [record])]:
+                rt.stats.drop(dropped)
+            self.flights = []
+            commit.undo(rt, flights)
+            rt.room.recover(self.requests.values())
+            rt.scheduler.recover(self.requests.values())
 
     def _expire(self) -> None:
         """End the requests whose time is up. Without a timeout no clock is read."""

@@ -51,15 +51,14 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a step that is on its way does to a request if every draft is accepted. rows, tokens: by
-    how much it is further then; written: where the positions end whose keys it writes; emits:
-    whether it gives the request a token."""
+    """What a step that is on its way does to a request if every draft is accepted: rows before its
+    last token that it computes, tokens that it gives (0: it ends inside a prompt). written: where
+    the positions end whose keys it writes."""
 
     step: int
     rows: int
     tokens: int
     written: int
-    emits: bool
 
 
 @dataclass(eq=False, repr=False)
@@ -101,19 +100,30 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
+    def most(self) -> int:
+        """Tokens that it can become."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
     def length(self) -> int:
-        """Tokens, those on their way as if every draft were accepted."""
-        return self.known + sum(a.tokens for a in self.ahead)
+        """Tokens, with those on their way as if every draft were accepted, as far as they count."""
+        if not self.ahead:
+            return self.known
+        return min(self.known + sum(a.tokens for a in self.ahead), self.most)
 
     @property
     def computed(self) -> int:
-        """Positions that are or will be computed, as `length` counts. Equal to `length` where no row
-        is left to run: the last token is surely on its way."""
-        return self.stored + sum(a.rows for a in self.ahead)
+        """Positions that are or will be computed, counted as `length` is: all but the last token
+        behind a step that emits. Equal to `length` where no row is left to run, because the last
+        token is surely on its way: each step that emits gives one at least."""
+        emitting = sum(a.tokens > 0 for a in self.ahead)
+        if not emitting:
+            return self.stored + sum(a.rows for a in self.ahead)
+        return self.length if self.known + emitting >= self.most else self.length - 1
 
     @computed.setter
     def computed(self, positions: int) -> None:
-        self.stored = positions - sum(a.rows for a in self.ahead)
+        self.stored = positions
 
     @property
     def decoding(self) -> bool:

@@ -36,7 +36,7 @@ class Room:
 
     def most(self, request: Request) -> int:
         """Pages of the longest sequence that this request can become, drafts included."""
-        return self.pages_of(len(request.prompt) + request.params.max_tokens + self.lookahead)
+        return self.pages_of(request.most + self.lookahead)
 
     def first(self, request: Request) -> int:
         """Pages with which a waiting request may start: those of its tokens. One that gave way before

@@ -14,7 +14,7 @@ Totals are of everything since the engine was made or `reset`. Of single steps a
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
@@ -125,12 +125,19 @@ class Stats:
         if self._marks and self._marks[-1][0] is record:
             self.clock.wait(self._marks[-1][3])
 
+    def load(self, record: StepRecord, room: Room, unfinished: int) -> None:
+        """What the engine holds while this step runs; unfinished: requests waiting or running."""
+        record.running = room.states.size - room.states.free
+        record.waiting = max(unfinished - record.running, 0)
+        record.kv_usage = room.pages.used / room.pages.size
+        record.state_usage = record.running / room.max_num_seqs
+        record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
+
     def ran(
-        self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[tuple],
-        room: Room, unfinished: int,
+        self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[Sized],
+        max_rows: int,
     ) -> None:
-        """What this step ran, before anything of it is freed: shares with their verified drafts;
-        unfinished: requests waiting or running."""
+        """What this step ran: shares with their verified drafts; max_rows: most rows of a step."""
         record.kind, record.requests = kind, len(shares)
         shortest = 0
         for share, drafted in zip(shares, drafts):
@@ -156,13 +163,9 @@ class Stats:
         self.mixed_steps += kind == "mixed"
         self.prefill_rows += record.prefill_rows
         self.decode_rows += record.decode_rows
-        self.row_limit += room.max_rows
+        self.row_limit += max_rows
         self.sum_seqlen_qxk += record.sum_seqlen_qxk
         self.max_seqlen_k = max(self.max_seqlen_k, record.max_seqlen_k)
-        record.running = room.states.size - room.states.free
-        record.waiting = max(unfinished - record.running, 0)
-        record.kv_usage = room.pages.used / room.pages.size
-        record.state_usage = record.running / room.max_num_seqs
         self.peak_running = max(self.peak_running, record.running)
         self.peak_waiting = max(self.peak_waiting, record.waiting)
         self.peak_kv_usage = max(self.peak_kv_usage, record.kv_usage)
@@ -172,7 +175,6 @@ class Stats:
         record.ended = now = self._host.turn(None)
         self._read_marks(record)
         record.unfinished = unfinished
-        record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
         since = record.began if self._last_stop is None else self._last_stop
         self.seconds[record.kind] += now - since
         for phase, start, stop in record.host:
@@ -184,6 +186,7 @@ class Stats:
     def drop(self, record: StepRecord) -> None:
         """The step ran nothing, or failed: it is not recorded."""
         self._host.turn(None)
+        self._preempted -= record.preempted
         self._marks = deque(m for m in self._marks if m[0] is not record)
 
     def _read_marks(self, record: StepRecord) -> None:

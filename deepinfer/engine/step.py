@@ -60,6 +60,7 @@ def launch(
 ) -> None:
     """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
     stats, record = rt.stats, flight.record
+    stats.load(record, rt.room, rt.scheduler.unfinished)
     stats.turn(record, "launch")
     plan, most = prepare(rt, schedule, flight, before, tap_of)
     for share, drafts in zip(flight.shares, most):
@@ -191,11 +192,11 @@ def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> O
     prompt = {i: prompt_logprobs(logits, *rest) for i, *rest in plan.wanted}
     nobody = not plan.emitters.requests
     accepted, target, errors = (None, None, {}) if nobody else sample(rt, plan, emitting, logits)
-    if plan.draft is None:
-        rt.device.finish()
-    rt.stats.device_end(flight.record)
     flight.carried, confidence = carry(rt, plan, flight, emitting, accepted)
-    return outcome(plan, emitting, accepted, target, flight.carried, confidence, prompt, errors)
+    out = outcome(plan, emitting, accepted, target, flight.carried, confidence, prompt, errors)
+    rt.device.finish()
+    rt.stats.device_end(flight.record)
+    return out
 
 
 def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,6 +284,7 @@ def propose(
 ) -> Draft:
     """The next block of every emitter that goes on."""
     assert plan.draft is not None and plan.drafting is not None
+    rt.stats.device_end(flight.record)
     rt.stats.device_begin(flight.record, "draft")
     at, batch = plan.drafting, plan.draft.batch
     tokens = recent[at, -1].clamp(min=0)  # a request without a last token ends
@@ -290,13 +292,10 @@ def propose(
     params, seeds = plan.emitters.rows(at)
     rows = RowSet(positions, batch.seq, batch.row_set.first, positions)
     batch = replace(batch, ids=tokens, positions=positions, length=positions, row_set=rows)
-    draft = rt.model.drafter.propose(
+    return rt.model.drafter.propose(
         tokens, positions, rt.verifier.max_draft, replace(plan.draft, batch=batch), rt.sampler,
         params, RowKeys(seeds, out[at]), rt.verifier.rule == "rejection",
     )  # fmt: skip
-    rt.device.finish()
-    rt.stats.device_end(flight.record)
-    return draft
 
 
 def outcome(

@@ -24,10 +24,13 @@ def check(eng) -> None:
     check_pages(rt.pages)
     assert not any(r.pages or r.slot for r in waiting)
     for r in eng.requests.values():
-        assert 0 <= r.computed < r.length or r.finished
+        assert 0 <= r.stored < r.known or r.finished
+        assert r.stored <= r.computed <= r.length and len(r.ahead) <= len(eng._loop.flights)
+        assert r.state == "running" or not r.ahead
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:
-        assert r.computed <= len(r.pages) * rt.limits.page_size
+        places = len(r.pages) * rt.limits.page_size
+        assert max([r.stored, *(a.written for a in r.ahead)]) <= places
     check_reuse(rt, running)
 
 
@@ -40,9 +43,9 @@ def check_reuse(rt, running) -> None:
     check_prefix(prefix)
     shared = {}
     for r in running:
-        mine, full = r.prefix, r.computed // size
+        mine, full = r.prefix, r.stored // size
         assert mine.adopted <= mine.known <= full
-        keys = prefix.keys(r.token_slice(0, r.length), salt=mine.salt, images=mine.images)
+        keys = prefix.keys(r.token_slice(0, r.known), salt=mine.salt, images=mine.images)
         assert mine.keys == keys[: len(mine.keys)]
         for i, page in enumerate(r.pages):
             key = prefix.pages._keys.get(page)

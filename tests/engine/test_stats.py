@@ -59,7 +59,8 @@ def one_step(
     stats.turn(record, "post-process")
     shares = [Share(r, r.computed, r.length) for r in requests]
     kind = "decode" if all(s.decode for s in shares) else "prefill"
-    stats.ran(record, kind, shares, [drafts] * len(shares), ROOM, len(requests))
+    stats.load(record, ROOM, len(requests))
+    stats.ran(record, kind, shares, [drafts] * len(shares), ROOM.max_rows)
     for r in requests:
         r.computed = r.length
         stats.emitted(record, r, emit, emit - 1, len(drafts))
@@ -151,7 +152,7 @@ def test_steps_interleaved_as_an_overlapped_engine_does(clock):
     stats.device_begin(second)
     stats.turn(first, "post-process")
     clock.now = 6.0
-    stats.ran(first, "decode", [], [], ROOM, 2)
+    stats.ran(first, "decode", [], [], ROOM.max_rows)
     stats.close(first, 1)
     assert first.host == [("schedule", 0, 1), ("launch", 1, 2), ("post-process", 5, 6)]
     assert second.host == [("schedule", 2, 5)] and not second.device
@@ -161,7 +162,7 @@ def test_steps_interleaved_as_an_overlapped_engine_does(clock):
     stats.device_end(second)
     stats.drop(third)
     stats.turn(second, "post-process")
-    stats.ran(second, "decode", [], [], ROOM, 2)
+    stats.ran(second, "decode", [], [], ROOM.max_rows)
     stats.close(second, 0)
     assert second.device == [("decode", 5, 9)] and stats.steps == 2
     assert stats.timeline().idle_by_cause == {"schedule": 1}
@@ -458,7 +459,8 @@ def test_what_recording_costs():
         stats.device_begin(record)
         stats.device_end(record)
         stats.turn(record, PHASES[3])
-        stats.ran(record, "decode", shares, drafts, ROOM, 16)
+        stats.load(record, ROOM, 16)
+        stats.ran(record, "decode", shares, drafts, ROOM.max_rows)
         for r in requests:
             stats.emitted(record, r, 1, 0, 0)
         stats.close(record, 16)

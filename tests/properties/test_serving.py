@@ -54,22 +54,25 @@ def settle(layout: str, c, kind: int, most: int) -> None:
 # ------------------------------------------------------------------------- many, and too few pages
 
 
-@pytest.mark.parametrize(
-    "layout, drafts, scheduler, rows",
-    [
-        ("2 and 1", 3, "decode_order", 32),
-        ("one layer", 0, "fcfs", 40),
-        ("one layer", 3, "mixed", 32),
-        pytest.param("2 and 1", 0, "fcfs", 40, marks=pytest.mark.slow),
-        pytest.param("2 and 1", 5, "mixed", 48, marks=pytest.mark.slow),
-    ],
-)
+SIXTY_FOUR = [
+    ("2 and 1", 3, "decode_order", 32),
+    ("one layer", 0, "fcfs", 40),
+    ("one layer", 3, "mixed", 32),
+    pytest.param("2 and 1", 0, "fcfs", 40, marks=pytest.mark.slow),
+    pytest.param("2 and 1", 5, "mixed", 48, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout, drafts, scheduler, rows", SIXTY_FOUR)
 def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, scheduler, rows):
-    """8 sequences want up to 8 * 10 pages (drafts apart); there are 26."""
-    chance = random.Random(drafts)
-    eng = engine(
-        layout, num_pages=26, verifier=Fixed(drafts), scheduler=scheduler, max_num_batched_tokens=rows
-    )
+    sixty_four(layout, verifier=Fixed(drafts), scheduler=scheduler, max_num_batched_tokens=rows)
+
+
+def sixty_four(layout: str, seed: int = 0, **changes):
+    """Random arrivals and aborts. 8 sequences want up to 8 * 10 pages (drafts apart); there are 26.
+    Returns the engine, empty again."""
+    chance = random.Random(seed)
+    eng = engine(layout, num_pages=26, **changes)
     poison(eng.runtime.cache)
     todo = [(i % KINDS, chance.randint(4, LONGEST)) for i in range(64)]
     chance.shuffle(todo)
@@ -91,6 +94,7 @@ def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, 
     assert settled + aborted == 64 and aborted and not added
     assert eng.stats.preemptions >= 5
     check_empty(eng)
+    return eng
 
 
 # ------------------------------------------------------------------------------ random operations
@@ -129,7 +133,7 @@ def interrupted(chance: random.Random):
     return stops, undo
 
 
-def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **changes) -> None:
+def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **changes):
     """Random add, step, abort, preempt and teacher-forced calls, with faults in slots and in commits;
     invariants after each, and each text is what its request gives alone."""
     for kind in range(KINDS):
@@ -143,16 +147,21 @@ def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **ch
     added: dict[int, tuple[int, int]] = {}
     faults = 0
 
-    def step() -> None:
+    def guarded(call) -> None:
+        """What fails is done again later; an overlapped engine may commit a step in any call."""
         nonlocal faults
         try:
-            done = eng.step()
+            done = call()
         except (ValueError, RuntimeError, KeyboardInterrupt) as error:
             assert "bad luck" in str(error)
             faults += 1
             return
         for c in done:
             settle(layout, c, *added.pop(c.index))
+
+    def scored() -> list:
+        assert eng.logits(prompt(2)).isfinite().all()
+        return []
 
     for _ in range(operations):
         move = chance.choices(["add", "step", "abort", "preempt", "logits"], [22, 66, 5, 4, 3])[0]
@@ -161,21 +170,22 @@ def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **ch
         if move == "add" and len(added) < 14:
             added[eng.add(prompt(kind), params(kind, most))] = kind, most
         elif move == "step":
-            step()
+            guarded(eng.step)
         elif move == "abort" and added:
             number = chance.choice(sorted(added))
             settle(layout, eng.abort(number), *added.pop(number))
         elif move == "preempt" and running:
             eng.runtime.scheduler.preempt(chance.choice(running))
         elif move == "logits" and eng.runtime.pages.available >= 2:
-            assert eng.logits(prompt(2)).isfinite().all()
+            guarded(scored)
         check(eng)
     while eng.unfinished:
-        step()
+        guarded(eng.step)
         check(eng)
     assert not added and faults > operations // 60
     assert eng.stats.preemptions > operations // 50
     check_empty(eng)
+    return eng
 
 
 @pytest.mark.parametrize("drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)])
