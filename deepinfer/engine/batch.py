@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
+from deepinfer.engine.device import put
 from deepinfer.slots.protocols import Batch, Cut, ReplayPlan, RowSet
 
 
@@ -37,7 +38,7 @@ def build(
     many belong to whom is left to the device (no host-known segments)."""
 
     def long(values) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+        return put(values, device)
 
     counts = [len(w.ids) for w in works]
     starts = [w.start for w in works]
@@ -81,7 +82,7 @@ def lookback(works: list[Work], back: int, device) -> Tensor:
         tail = w.before[-back:] if back else []
         ids = [-1] * (back - len(tail)) + tail + w.ids
         out += [[ids[back + i - 1 - s] for s in range(back)] for i in range(len(w.ids))]
-    return torch.tensor(out, dtype=torch.long, device=device).view(len(out), back)
+    return put(out, device).view(len(out), back)
 
 
 def row_cuts(
@@ -112,7 +113,7 @@ def row_cuts(
         )
 
         def long(values) -> Tensor:
-            return torch.tensor(values, dtype=torch.long, device=device)
+            return put(values, device)
 
         starts = long([lo for lo, _ in after])
         cuts[layer] = Cut(long(keep), RowSet(long(positions), long(seq), long(first), starts, segments))

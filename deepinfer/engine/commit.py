@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from deepinfer.engine.drafts import HeldDraft
 from deepinfer.engine.flight import Flight, Outcome
+from deepinfer.engine.launch import require_rows
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Share
-from deepinfer.engine.step import require_rows
 
 
 def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:

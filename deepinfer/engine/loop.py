@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine import commit, overlap, step, teacher
+from deepinfer.engine import commit, launch, overlap, teacher
 from deepinfer.engine.flight import Flight
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.records import StepRecord
@@ -153,7 +153,9 @@ class Loop:
                 rt.stats.drop(record)
             while len(self.flights) > bool(schedule.shares):
                 self._land()
-            if self.flights and overlap.why_synchronous(rt, self.flights[0]):
+            if self.flights and (why := overlap.why_synchronous(rt, self.flights[0])):
+                if rt.settings.overlap:
+                    rt.stats.synchronous[why] += 1
                 self._land()
         except BaseException:  # wherever it was: no page, slot or request is lost
             self._recover(record)
@@ -183,13 +185,20 @@ class Loop:
 
     def _schedule(self, record: StepRecord) -> Schedule:
         rt = self.rt
+        if self.flights and overlap.short_of_pages(rt, self.requests.values()):
+            self._land_first(record, "pages are short")
         schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
         if overlap.needs_the_step_before(schedule, self.flights):
-            while self.flights:
-                self._land()
-            rt.stats.turn(record, "schedule")
+            self._land_first(record, "a mixed step")
             schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
         return schedule
+
+    def _land_first(self, record: StepRecord, why: str) -> None:
+        """Commit what is on its way; then the host goes on scheduling."""
+        while self.flights:
+            self._land()
+            self.rt.stats.synchronous[why] += 1
+        self.rt.stats.turn(record, "schedule")
 
     @torch.inference_mode()
     def _launch(self, schedule: Schedule, record: StepRecord) -> None:
@@ -197,7 +206,7 @@ class Loop:
         self.steps += 1  # rows of a step that fails keep its number to themselves
         flight = Flight(number, schedule.kind, record, schedule.shares, traced=bool(self.traces))
         self.flights.append(flight)
-        step.launch(self.rt, schedule, flight, before, lambda ids: self.tap(ids, number))
+        launch.launch(self.rt, schedule, flight, before, lambda ids: self.tap(ids, number))
 
     @torch.inference_mode()
     def _land(self) -> None:
@@ -218,7 +227,8 @@ class Loop:
         try:
             rt.device.drain()
         finally:  # an impatient second interrupt: what still runs is in front of what comes
-            for dropped in [*(f.record for f in flights), *([] if record is None else [record])]:
+            launched = [f.record for f in flights]
+            for dropped in launched if record in (None, *launched) else [*launched, record]:
                 rt.stats.drop(dropped)
             self.flights = []
             commit.undo(rt, flights)

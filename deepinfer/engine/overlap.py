@@ -10,7 +10,10 @@ and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deepinfer.engine.flight import Flight
+from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduler import Schedule
 from deepinfer.slots import registry
@@ -23,22 +26,34 @@ def why_synchronous(rt: Runtime, flight: Flight) -> str | None:
     if not rt.settings.overlap:
         return "overlap is off"
     if flight.traced:
-        return "a trace is on: it is told at once which rows were accepted"
-    for share in flight.shares:
-        if share.request.grammar is not None:
-            return f"request {share.request.id} has a grammar, which is asked on the host"
+        return "a trace is on"  # it is told at once which rows were accepted
+    if any(s.request.grammar is not None for s in flight.shares):
+        return "a grammar is asked on the host"
     if not flight.wanted:
         return "nobody waits for it any more"
     if rt.model.device.type == "cuda":
         waits = [n for n in ON_DEVICE if not registry.promises(rt.slots[n], n).on_device]
-        if waits:
-            return f"{', '.join(waits)} does not promise on_device: its launch may wait for the device"
+        if waits:  # its launch may wait for the device
+            return f"{', '.join(waits)} does not promise on_device"
     return None
 
 
+def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
+    """Whether somebody would have to give way if every draft on its way were accepted. Then the step
+    is committed first: who has finished makes room, and nobody gives way for tokens that do not
+    come, or with its own last token in the air."""
+    room = rt.room
+    missing = sum(
+        max(room.pages_of(r.length + room.lookahead) - len(r.pages), 0)
+        for r in requests
+        if r.state == "running" and r.decoding
+    )
+    return room.pages.ask(missing) != "ok"
+
+
 def needs_the_step_before(schedule: Schedule, flights: list[Flight]) -> bool:
-    """Whether a schedule has to be made anew once what is on its way is committed: in a mixed step
-    the host tells rows from rows, so it has to know how many each sequence has."""
-    return schedule.kind == "mixed" and any(
+    """Whether a schedule has to be made anew once what is on its way is committed: except in a pure
+    decode step the host tells rows from rows, so it has to know how many each sequence has."""
+    return schedule.kind != "decode" and any(
         f.place(s.request) >= 0 for f in flights for s in schedule.shares
     )

@@ -39,7 +39,8 @@ HELD_GAPS = 65536  # times between tokens, of all requests together
 @dataclass(repr=False, eq=False)
 class Stats:
     """Counters since the engine was made. drafted / accepted: by draft depth, 0 first; survival:
-    the drafter's own probabilities that a draft of this depth is accepted, summed like them."""
+    the drafter's own probabilities that a draft of this depth is accepted, summed like them;
+    synchronous: steps that an overlapped engine committed at once, by the reason why."""
 
     steps: int = 0
     prefill_steps: int = 0
@@ -64,6 +65,7 @@ class Stats:
     drafted: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)
     survival: Counter = field(default_factory=Counter)
+    synchronous: Counter = field(default_factory=Counter)
 
     held_steps: int = HELD_STEPS
     held_requests: int = HELD_REQUESTS
@@ -187,12 +189,13 @@ class Stats:
         """The step ran nothing, or failed: it is not recorded."""
         self._host.turn(None)
         self._preempted -= record.preempted
-        self._marks = deque(m for m in self._marks if m[0] is not record)
+        for mark in [m for m in tuple(self._marks) if m[0] is record]:
+            self._marks.remove(mark)  # in place: the device's thread may be adding its own
 
     def _read_marks(self, record: StepRecord) -> None:
-        while self._marks and self._marks[0][0] is record:
-            _, what, begin, end = self._marks.popleft()
-            if end is not None:
+        while self._marks and self._marks[0][0].step <= record.step:  # earlier ones were dropped
+            of, what, begin, end = self._marks.popleft()
+            if of is record and end is not None:
                 span = (what or record.kind, self.clock.read(begin), self.clock.read(end))
                 record.device.append(span)
 

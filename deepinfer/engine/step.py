@@ -1,41 +1,24 @@
-"""One engine step: rows -> logits -> legal tokens -> law and draw -> accepted prefix -> next drafts.
+"""One engine step on the device: forward -> law and draw -> accepted prefix -> next drafts.
 
-    launch     the host's part: what it knows of the rows, then `compute` is queued on the device
-    compute    the device's part, which knows the step before; commit.py writes down what came out
-
-Nothing here changes a request but its optimistic counters (`take_off`).
+launch.py prepares it on the host, commit.py writes down what came out. Nothing here touches a
+request; a grammar is asked here, and such steps run synchronously (overlap.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepinfer.engine.batch import Work, build
-from deepinfer.engine.device import put, to_host
-from deepinfer.engine.drafts import held_draft
-from deepinfer.engine.flight import Carried, Flight, Outcome, surely_last, take_off
+from deepinfer.engine.device import to_host
+from deepinfer.engine.flight import Carried, Flight, Outcome
 from deepinfer.engine.legal import legal_mask
-from deepinfer.engine.resolve import (
-    DecodeRows,
-    Emitters,
-    Emitting,
-    ask_budget,
-    decode_rows,
-    known_rows,
-    resolve,
-)
+from deepinfer.engine.resolve import DecodeRows, Emitters, Emitting, resolve
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Schedule, Share
-from deepinfer.model.context import ForwardContext, Tap
-from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowSet, Target
+from deepinfer.model.context import ForwardContext
+from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target
 from deepinfer.slots.results import expect
-
-TapOf = Callable[[list[int]], "Tap | None"]  # request ids, one a sequence -> what shows their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,131 +36,6 @@ class Plan:
     draft: ForwardContext | None
     drafting: Tensor | None
     top: int
-
-
-def launch(
-    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
-) -> None:
-    """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
-    stats, record = rt.stats, flight.record
-    stats.load(record, rt.room, rt.scheduler.unfinished)
-    stats.turn(record, "launch")
-    plan, most = prepare(rt, schedule, flight, before, tap_of)
-    for share, drafts in zip(flight.shares, most):
-        take_off(share, drafts, flight.step)
-    stats.turn(record, rt.device.host_phase)
-    flight.job = rt.device.launch(partial(compute, rt, plan, flight, before))
-
-
-def prepare(
-    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
-) -> tuple[Plan, list[int]]:
-    """(what the device is handed, most drafts that each share verifies)."""
-    shares, device = flight.shares, rt.model.device
-    tap = tap_of([s.request.id for s in shares])
-    flight.emitters = tuple(i for i, s in enumerate(shares) if s.emits)
-    emitting = [shares[i] for i in flight.emitters]
-    emitters = Emitters.of([s.request for s in emitting], device)
-    if schedule.kind == "decode":
-        rows, known, wanted = decode_rows(rt, shares, before), None, []
-        flight.budget = rows.budget
-        most = [rows.width] * len(shares)
-        context = rt.context(rows.frame, tap)
-    else:
-        rows, drafts = None, verified_drafts(rt, shares)
-        most = [len(d) for d in drafts]
-        works = [work(rt, s, d) for s, d in zip(shares, drafts)]
-        flight.sink = None if rt.reuse is None else rt.reuse.crossings(shares)
-        context = rt.context(build(works, rt.config, device), tap, flight.sink)
-        spans = logit_spans(works)
-        known = known_rows(
-            rt, emitting, [drafts[i] for i in flight.emitters], [spans[i] for i in flight.emitters]
-        )
-        wanted = [
-            (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
-            for i, s in enumerate(shares)
-            if s.request.wants_prompt_logprobs and not s.decode
-        ]
-    flight.drafting, draft = (), None
-    if rt.verifier.max_draft:
-        flight.drafting = tuple(e for e, s in enumerate(emitting) if not surely_last(s.request))
-    if flight.drafting:
-        draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
-    top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
-    return Plan(
-        context, rows, emitters, known, tuple(wanted), draft, put(flight.drafting, device), top
-    ), most
-
-
-def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
-    """The rows of a share: its tokens, then its drafts."""
-    r, back = share.request, rt.config.engram_max_ngram_size - 1
-    logits = "all" if share.decode or r.wants_prompt_logprobs else "last" if share.emits else "none"
-    return Work(
-        ids=[*r.token_slice(share.start, share.stop), *drafts],
-        start=share.start,
-        before=r.token_slice(max(share.start - back, 0), share.start),
-        pages=r.pages,
-        state=r.slot,
-        plan=r.plan,
-        logits=logits,
-    )
-
-
-def logit_spans(works: list[Work]) -> list[tuple[int, int]]:
-    """Rows of the logits of each work."""
-    spans, at = [], 0
-    for w in works:
-        rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
-        if w.logits == "all" and w.plan is not None:
-            rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
-        spans.append((at, at + rows))
-        at += rows
-    return spans
-
-
-def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
-    """The draft prefix that each sequence of a mixed step verifies, none where it prefills."""
-    n, every = rt.verifier.max_draft, shares
-    shares = tuple(s for s in shares if s.decode)
-    if n == 0 or not shares:
-        return [()] * len(every)
-    held = {s.request.id: held_draft(s.request) for s in shares}
-    others = sum(s.stop - s.start for s in every if not s.decode)
-    budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
-    survival = torch.zeros(len(shares), n, dtype=torch.float64)
-    for i, d in enumerate(held.values()):
-        if d is not None:
-            survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
-    who = f"verifier {rt.verifier!r}.allocate"
-    allocated = rt.verifier.allocate(survival, budget)
-    expect(allocated, (len(shares),), who, False)
-    rows = require_rows(rt, allocated.tolist(), budget)
-    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
-    return [verified.get(s.request.id, ()) if s.decode else () for s in every]
-
-
-def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
-    """The rows that a verifier has handed out. Raises ValueError where they are impossible."""
-    who, n = f"verifier {rt.verifier!r}.allocate", rt.verifier.max_draft
-    if any(not 1 <= r <= 1 + n for r in rows):
-        raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
-    if sum(rows) > budget:
-        raise ValueError(f"{who} returned {rows}, {sum(rows)} rows: the budget is {budget}")
-    return rows
-
-
-def draft_context(rt: Runtime, shares: list[Share], tap_of: TapOf) -> ForwardContext:
-    """Of the draft step behind these shares; ids and positions come with the tokens."""
-    works = [
-        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none") for s in shares
-    ]
-    batch = build(works, rt.config, rt.model.device, decode=True)
-    batch = replace(batch, reach=batch.reach + rt.verifier.max_draft)
-    return rt.context(batch, tap_of([s.request.id for s in shares]))
-
-
-# ------------------------------------------------------------------------------------- the device
 
 
 def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> Outcome:
@@ -237,8 +95,7 @@ def sample(
 def legal_rows(
     emitters: Emitters, e: Emitting, q: int, vocab: int
 ) -> tuple[Tensor | None, dict[int, Exception]]:
-    """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it: such steps
-    run synchronously (overlap.py)."""
+    """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it."""
     rows, drafts = e.rows.tolist(), e.drafts.tolist()
     verified = [tuple(d[: n - 1]) for d, n in zip(drafts, rows)]
     mask, errors = legal_mask(list(emitters.requests), verified, vocab, e.rows.device)
@@ -270,7 +127,7 @@ def carry(
     return Carried(recent, length, out, drafts, confidence.cumprod(-1), laws), confidence
 
 
-def spread(law, at: Tensor, rows: int):
+def spread(law: Dist, at: Tensor, rows: int) -> Dist:
     """A law of some emitters as one of all, zeros for the others."""
 
     def wide(x: Tensor) -> Tensor:

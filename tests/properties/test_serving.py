@@ -19,15 +19,18 @@ from properties.small import poison, small_engine, stream
 torch.set_num_threads(1)
 VOCAB = 97
 KINDS = 24  # distinct requests; each has its own prompt, temperature and seed
+SHARED = 100  # kinds from here on are the same ones behind one of three beginnings of 28 tokens
 LONGEST = 14
 
 
 def engine(layout: str, **changes):
-    settings = {"max_model_len": 64, "page_size": 4, "max_num_seqs": 8, **changes}
+    settings = {"max_model_len": 80, "page_size": 4, "max_num_seqs": 8, **changes}
     return small_engine(layout, vocab=VOCAB, **settings)
 
 
 def prompt(kind: int) -> list[int]:
+    if kind >= SHARED:
+        return stream(28, 500 + kind % 3, high=90) + prompt(kind - SHARED)
     return stream([1, 3, 8, 9, 17, 24, 5, 12][kind % 8], 70 + kind, high=90)
 
 
@@ -68,13 +71,13 @@ def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, 
     sixty_four(layout, verifier=Fixed(drafts), scheduler=scheduler, max_num_batched_tokens=rows)
 
 
-def sixty_four(layout: str, seed: int = 0, **changes):
-    """Random arrivals and aborts. 8 sequences want up to 8 * 10 pages (drafts apart); there are 26.
-    Returns the engine, empty again."""
+def sixty_four(layout: str, seed: int = 0, first: int = 0, **changes):
+    """Random arrivals and aborts of requests of kinds from `first` on. 8 sequences want up to 8 * 10
+    pages, shared ones 8 * 17 (drafts apart); there are a third. Returns the engine, empty again."""
     chance = random.Random(seed)
-    eng = engine(layout, num_pages=26, **changes)
+    eng = engine(layout, num_pages=45 if first else 26, **changes)
     poison(eng.runtime.cache)
-    todo = [(i % KINDS, chance.randint(4, LONGEST)) for i in range(64)]
+    todo = [(first + i % KINDS, chance.randint(4, LONGEST)) for i in range(64)]
     chance.shuffle(todo)
     added: dict[int, tuple[int, int]] = {}
     settled = aborted = 0

@@ -1,0 +1,149 @@
+"""Launch: the host's part of a step, from a schedule to work that is queued on the device.
+
+What the host knows of the rows goes into a `Plan`; each request is ahead by what the step may bring
+it (`take_off`); the rest is `step.compute`, which knows the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from deepinfer.engine import step
+from deepinfer.engine.batch import Work, build
+from deepinfer.engine.device import put
+from deepinfer.engine.drafts import held_draft
+from deepinfer.engine.flight import Flight, surely_last, take_off
+from deepinfer.engine.resolve import Emitters, ask_budget, decode_rows, known_rows
+from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.scheduler import Schedule, Share
+from deepinfer.engine.step import Plan
+from deepinfer.model.context import ForwardContext, Tap
+from deepinfer.slots.results import expect
+
+TapOf = Callable[[list[int]], "Tap | None"]  # request ids, one a sequence -> what shows their values
+
+
+def launch(
+    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+) -> None:
+    """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
+    stats, record = rt.stats, flight.record
+    stats.load(record, rt.room, rt.scheduler.unfinished)
+    stats.turn(record, "launch")
+    plan, most = prepare(rt, schedule, flight, before, tap_of)
+    for share, drafts in zip(flight.shares, most):
+        take_off(share, drafts, flight.step)
+    stats.turn(record, rt.device.host_phase)
+    flight.job = rt.device.launch(partial(step.compute, rt, plan, flight, before))
+
+
+def prepare(
+    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+) -> tuple[Plan, list[int]]:
+    """(what the device is handed, most drafts that each share verifies)."""
+    shares, device = flight.shares, rt.model.device
+    tap = tap_of([s.request.id for s in shares])
+    flight.emitters = tuple(i for i, s in enumerate(shares) if s.emits)
+    emitting = [shares[i] for i in flight.emitters]
+    emitters = Emitters.of([s.request for s in emitting], device)
+    if schedule.kind == "decode":
+        rows, known, wanted = decode_rows(rt, shares, before), None, []
+        flight.budget = rows.budget
+        most = [rows.width] * len(shares)
+        context = rt.context(rows.frame, tap)
+    else:
+        rows, drafts = None, verified_drafts(rt, shares)
+        most = [len(d) for d in drafts]
+        works = [work(rt, s, d) for s, d in zip(shares, drafts)]
+        flight.sink = None if rt.reuse is None else rt.reuse.crossings(shares)
+        context = rt.context(build(works, rt.config, device), tap, flight.sink)
+        spans = logit_spans(works)
+        known = known_rows(
+            rt, emitting, [drafts[i] for i in flight.emitters], [spans[i] for i in flight.emitters]
+        )
+        wanted = [
+            (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
+            for i, s in enumerate(shares)
+            if s.request.wants_prompt_logprobs and not s.decode
+        ]
+    flight.drafting, draft = (), None
+    if rt.verifier.max_draft:
+        flight.drafting = tuple(e for e, s in enumerate(emitting) if not surely_last(s.request))
+    if flight.drafting:
+        draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
+    top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
+    return Plan(
+        context, rows, emitters, known, tuple(wanted), draft, put(flight.drafting, device), top
+    ), most
+
+
+def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
+    """The rows of a share: its tokens, then its drafts."""
+    r, back = share.request, rt.config.engram_max_ngram_size - 1
+    logits = "all" if share.decode or r.wants_prompt_logprobs else "last" if share.emits else "none"
+    return Work(
+        ids=[*r.token_slice(share.start, share.stop), *drafts],
+        start=share.start,
+        before=r.token_slice(max(share.start - back, 0), share.start),
+        pages=r.pages,
+        state=r.slot,
+        plan=r.plan,
+        logits=logits,
+    )
+
+
+def logit_spans(works: list[Work]) -> list[tuple[int, int]]:
+    """Rows of the logits of each work."""
+    spans, at = [], 0
+    for w in works:
+        rows = {"all": len(w.ids), "last": 1, "none": 0}[w.logits]
+        if w.logits == "all" and w.plan is not None:
+            rows -= max(0, min(w.plan.rows_from[-1] - w.start, len(w.ids)))
+        spans.append((at, at + rows))
+        at += rows
+    return spans
+
+
+def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
+    """The draft prefix that each sequence of a mixed step verifies, none where it prefills."""
+    n, every = rt.verifier.max_draft, shares
+    shares = tuple(s for s in shares if s.decode)
+    if n == 0 or not shares:
+        return [()] * len(every)
+    held = {s.request.id: held_draft(s.request) for s in shares}
+    others = sum(s.stop - s.start for s in every if not s.decode)
+    budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
+    survival = torch.zeros(len(shares), n, dtype=torch.float64)
+    for i, d in enumerate(held.values()):
+        if d is not None:
+            survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
+    who = f"verifier {rt.verifier!r}.allocate"
+    allocated = rt.verifier.allocate(survival, budget)
+    expect(allocated, (len(shares),), who, False)
+    rows = require_rows(rt, allocated.tolist(), budget)
+    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
+    return [verified.get(s.request.id, ()) if s.decode else () for s in every]
+
+
+def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
+    """The rows that a verifier has handed out. Raises ValueError where they are impossible."""
+    who, n = f"verifier {rt.verifier!r}.allocate", rt.verifier.max_draft
+    if any(not 1 <= r <= 1 + n for r in rows):
+        raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
+    if sum(rows) > budget:
+        raise ValueError(f"{who} returned {rows}, {sum(rows)} rows: the budget is {budget}")
+    return rows
+
+
+def draft_context(rt: Runtime, shares: list[Share], tap_of: TapOf) -> ForwardContext:
+    """Of the draft step behind these shares; ids and positions come with the tokens."""
+    works = [
+        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none") for s in shares
+    ]
+    batch = build(works, rt.config, rt.model.device, decode=True)
+    batch = replace(batch, reach=batch.reach + rt.verifier.max_draft)
+    return rt.context(batch, tap_of([s.request.id for s in shares]))
