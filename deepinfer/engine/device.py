@@ -12,10 +12,12 @@ launched for their last owner.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,12 +26,39 @@ from torch import Tensor
 from deepinfer.engine.device_clock import DeviceClock
 
 
-@dataclass(slots=True)
 class Job:
-    """Work that was launched: its result, and the CUDA event behind it where there is one."""
+    """Work that was launched: what it gave or raised once it is over, and the CUDA event behind it
+    where there is one."""
 
-    result: Any = None
-    event: Any = None
+    __slots__ = ("work", "result", "error", "event", "over")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work: Callable[[], Any] | None = work
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.event: Any = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Do it, keeping hold of nothing that it was done with."""
+        work, self.work = self.work, None
+        try:
+            assert work is not None
+            with torch.inference_mode():  # a mode of the thread, not of the process
+                self.result = work()
+        except BaseException as error:
+            self.error = error
+        # Freed before anybody is woken: freeing a tensor lets other threads go first, and the
+        # device would stand still until the host has nothing to do.
+        del work
+        self.over.set()
+
+    def give(self) -> Any:
+        """What it gave. Raises what it raised."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.result
 
 
 class Device:
@@ -39,10 +68,11 @@ class Device:
         self.device = device
         self.host_phase = clock.host_phase
 
-    def launch(self, work: Callable[[], Any]) -> Any:
+    def launch(self, work: Callable[[], Any]) -> Job:
         """Queue a step's work; `wait` gives its result."""
-        with torch.inference_mode():
-            job = Job(work())
+        job = Job(work)
+        job.run()
+        job.give()
         if self.device.type == "cuda":
             job.event = torch.cuda.Event()
             job.event.record(torch.cuda.current_stream(self.device))
@@ -52,7 +82,7 @@ class Device:
         """Queue work whose result nobody asks for."""
         work()
 
-    def wait(self, job: Any) -> Any:
+    def wait(self, job: Job) -> Any:
         """The result of a step's work, once it is over. Raises what the work raised."""
         if job.event is not None:
             job.event.synchronize()
@@ -72,43 +102,65 @@ class Device:
 
 
 class WorkerDevice(Device):
-    """Runs work on a thread of its own, first come, first served."""
+    """Runs work on a thread of its own, first come, first served. The thread ends with `close`, or
+    when nobody holds the device any more."""
 
     def __init__(self, device: torch.device, clock: DeviceClock) -> None:
         super().__init__(device, clock)
         self.host_phase = "launch"
-        self._thread = ThreadPoolExecutor(1, "deepinfer-device")
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        thread = threading.Thread(target=serve, args=(self._jobs,), name="device", daemon=True)
+        self._stop = weakref.finalize(self, stop, self._jobs, thread)
+        thread.start()
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
-    def launch(self, work: Callable[[], Any]) -> Any:
-        return self._thread.submit(self.run, work)
+    def launch(self, work: Callable[[], Any]) -> Job:
+        if not self._stop.alive:
+            raise RuntimeError("this device is closed")
+        job = Job(partial(self.run, work))
+        self._jobs.put(job)
+        return job
 
     def run(self, work: Callable[[], Any]) -> Any:
-        with torch.inference_mode():  # a mode of the thread, not of the process
-            return work()
+        return work()
 
     def post(self, work: Callable[[], Any]) -> None:
-        self._thread.submit(self._run_posted, work)
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._failure = error
 
-    def _run_posted(self, work: Callable[[], Any]) -> None:
-        try:
-            self.run(work)
-        except BaseException as error:
-            self._failure = error
+        self._jobs.put(Job(guarded))
 
-    def wait(self, job: Any) -> Any:
-        result = job.result()
+    def wait(self, job: Job) -> Any:
+        job.over.wait()
+        result = job.give()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         return result
 
     def drain(self) -> None:
-        self._thread.submit(int).result()  # behind everything else
+        self.launch(int).over.wait()  # behind everything else
         self._failure = None
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._stop()
+
+
+def serve(jobs: SimpleQueue[Job | None]) -> None:
+    """The worker: one job after another until there is a None."""
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # its result belongs to who waits for it
+
+
+def stop(jobs: SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    """Let the worker finish what is queued."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 class SimulatedDevice(WorkerDevice):

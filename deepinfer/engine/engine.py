@@ -188,7 +188,8 @@ class Engine(EngineFacts):
         return self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt).id
 
     def step(self) -> list[Completion]:
-        """Run one step (nothing, when nothing waits); returns the requests it finished."""
+        """Run one step (nothing, when nothing waits); returns the requests it finished. With
+        overlap=True a call launches a step and gives the results of the one before."""
         self._step()
         requests = self._open().requests
         finished = [r for r in requests.values() if r.finished]

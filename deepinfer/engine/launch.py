@@ -24,7 +24,8 @@ from deepinfer.engine.step import Plan
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.results import expect
 
-TapOf = Callable[[list[int]], "Tap | None"]  # request ids, one a sequence -> what shows their values
+# request ids, one a sequence -> what shows the values of their rows
+TapOf = Callable[[list[int]], "Tap | None"]
 
 
 def launch(

@@ -4,8 +4,8 @@
     overlapped     schedule(n+1) launch(n+1) commit(n) | schedule(n+2) launch(n+2) commit(n+1) | ...
 
 Both are the same code; the only difference is whether a launched step is committed at once
-(`why_synchronous`) or behind the next launch. Whatever needs the host to have seen a step's tokens before the next launch is named here,
-and nowhere else.
+(`why_synchronous`) or behind the next launch. Whatever needs the host to have seen a step's tokens
+before the next launch is named here, and nowhere else.
 """
 
 from __future__ import annotations

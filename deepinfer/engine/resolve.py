@@ -171,18 +171,19 @@ def decode_rows(rt: Runtime, shares: tuple[Share, ...], before: Flight | None) -
     ]
     budget = ask_budget(rt, stale, 0)
     width = min(max(most), budget - b)
-    none = [-1] * n
+    drafts = [() if d is None else d.tokens for d in held]
+    survival = [() if d is None else d.survival for d in held]
     fresh = Carried(
         put([recent_ids(rt, r, r.known) for r in requests], device),
         put([r.known for r in requests], device),
         put([len(r.output) for r in requests], device),
-        put([none if d is None else padded(d.tokens, n, -1) for d in held], device).view(b, n),
-        put([padded(() if d is None else d.survival, n, 0.0) for d in held], device, torch.float64).view(b, n),
+        put([padded(d, n, -1) for d in drafts], device).view(b, n),
+        put([padded(s, n, 0.0) for s in survival], device, torch.float64).view(b, n),
         held_laws(rt, requests, n),
     )  # fmt: skip
     works = [
-        Work([0], s.start, pages=s.request.pages, state=s.request.slot, plan=s.request.plan, logits="all")
-        for s in shares
+        Work([0], s.start, pages=r.pages, state=r.slot, plan=r.plan, logits="all")
+        for r, s in zip(requests, shares)
     ]
     frame = build(works, rt.config, device, decode=True)
     frame = replace(frame, reach=frame.reach + width, max_rows=1 + width)
@@ -221,12 +222,11 @@ def carried(d: DecodeRows, before: Carried | None) -> Carried:
     def pick(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(there[:, None] if new.dim() == 2 else there, new[at], old)
 
-    laws = tuple(
-        Dist(
-            pick(new.probs.double(), old.probs), pick(new.logprobs.double(), old.logprobs), old.finite
-        )
-        for new, old in zip(before.laws, d.fresh.laws)
-    ) or d.fresh.laws  # fmt: skip
+    def pick_law(new: Dist, old: Dist) -> Dist:
+        probs, logprobs = new.probs.double(), new.logprobs.double()
+        return Dist(pick(probs, old.probs), pick(logprobs, old.logprobs), old.finite)
+
+    laws = tuple(map(pick_law, before.laws, d.fresh.laws)) or d.fresh.laws
     return Carried(
         pick(before.recent, d.fresh.recent), pick(before.length, d.fresh.length),
         pick(before.out, d.fresh.out), pick(before.drafts, d.fresh.drafts),

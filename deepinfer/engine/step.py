@@ -58,7 +58,7 @@ def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> O
 
 
 def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability [len(tokens)] of the tokens that a chunk's rows predict, [rows] whether a row
+    """(log-probability [len(tokens)] of the tokens that a chunk's rows predict, [rows] whether one
     is not finite)."""
     rows = logits[span[0] : span[1]].log_softmax(-1)
     values = rows[: len(tokens)].gather(1, tokens[:, None])[:, 0]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from deepinfer.engine import commit, launch, overlap
+from deepinfer.engine import commit, launch, overlap, step
 from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
 from deepinfer.engine.flight import Flight
 from deepinfer.engine.params import SamplingParams
@@ -60,15 +60,17 @@ class Knowing:
     number of drafts is accepted. Nobody has to look at the rows that it was asked with."""
 
     def __init__(self, patch, texts: dict[int, tuple[int, ...]]) -> None:
-        self.texts, self.right = texts, []
+        self.texts, self.asked = texts, []
+        self.right: int | None = None  # drafts that are right; None: as said
         patch.setattr(Drafter, "propose", self.propose)
 
     def propose(self, tokens, positions, n, ctx, sampler, params, keys, keep=False) -> Draft:
         drafts, confidence = [], []
+        self.asked.append(len(tokens))
         for seed, out in zip(keys.seed.tolist(), keys.position.tolist()):
             text = (*self.texts[seed], *[0] * n)[out : out + n] if seed in self.texts else ()
             text = (*text, *[0] * (n - len(text)))
-            depth = (seed + 5 * out) % (n + 1)
+            depth = (seed + 5 * out) % (n + 1) if self.right is None else self.right
             drafts.append([t if k < depth else (t + 1) % 90 for k, t in enumerate(text)])
             confidence.append([0.95 if k < depth else 0.3 for k in range(n)])
         drafted, sure = torch.tensor(drafts), torch.tensor(confidence)
@@ -278,6 +280,34 @@ def test_nobody_runs_behind_its_last_token(knowing):
     assert eng.stats.tokens == other.stats.tokens
 
 
+def test_rows_behind_the_pages_of_a_sequence_are_padding(knowing, monkeypatch):
+    """Every draft is right, so the device is as far behind the end as it can be."""
+    whole, cut = step.resolve, []
+
+    def resolve(rt, d, before):
+        batch, emitting = whole(rt, d, before)
+        there = batch.seq >= 0
+        assert (batch.positions < d.capacity[batch.row_set.owner])[there].all()
+        assert there.sum() == batch.rows.sum() <= batch.num_rows
+        cut.append(batch.num_rows - int(there.sum()))
+        return batch, emitting
+
+    monkeypatch.setattr(step, "resolve", resolve)
+    knowing.right = 5
+    eng = engine(verifier=Fixed(5), page_size=2)
+    same(eng.generate(PROMPTS, PARAMS), serial())
+    assert eng.stats.acceptance > 0.7 and sum(cut) >= 1
+    check_empty(eng)
+
+
+def test_nobody_drafts_what_surely_comes_behind_the_end(knowing):
+    eng = engine(verifier=Fixed(3))
+    eng.generate(PROMPTS, max_tokens=1)
+    assert not knowing.asked
+    eng.generate(PROMPTS[0], max_tokens=2)
+    assert knowing.asked == [1]
+
+
 def test_no_id_that_is_none_reaches_the_embedding(knowing, monkeypatch):
     whole, seen = Model.embed_rows, []
 
@@ -287,8 +317,9 @@ def test_no_id_that_is_none_reaches_the_embedding(knowing, monkeypatch):
         return whole(self, ids)
 
     monkeypatch.setattr(Model, "embed_rows", embed)
-    eng = engine(verifier=Half(), num_pages=9)
-    same(eng.generate(PROMPTS, PARAMS), serial())
+    same(engine(verifier=Half(), num_pages=9).generate(PROMPTS, PARAMS), serial())
+    knowing.right = 5  # padding rows too
+    same(engine(verifier=Fixed(5), page_size=2).generate(PROMPTS, PARAMS), serial())
     assert len(seen) > 20
 
 
@@ -379,6 +410,7 @@ def test_who_gave_way_and_came_back_gets_nothing_of_its_life_before(knowing):
             output = list(request.output)
             done += eng.step()  # admits it and commits the flight that it was in
             assert request.output == output and request.ahead[0].step > flight.step
+            assert request.draft is None
     same(sorted(done, key=lambda c: c.index), serial()[:2])
     check_empty(eng)
 
@@ -398,15 +430,41 @@ def test_a_freed_slot_is_written_in_its_turn(knowing):
     want = engine(overlap=False).generate(PROMPTS[4], PARAMS[4])
     same(eng.generate(PROMPTS[4], PARAMS[4]), want)
     eng.runtime.device = Slow(eng.model.device, eng.stats.clock)
+    spare = eng.runtime.states.take(1)  # that of teacher-forced passes: now there is one slot
     first, second = eng.add(PROMPTS[3], PARAMS[3]), eng.add(PROMPTS[4], PARAMS[4])
     eng.step()
     eng.abort(first)
     done = []
     while eng.unfinished:
         done += eng.step()
-        check(eng)
     assert [c.index for c in done] == [second] and eng.cache.hits == 1
     same(done, want)
+    eng.runtime.states.give(spare)
+    check_empty(eng)
+
+
+def test_snapshots_are_those_of_a_serial_run(knowing, monkeypatch):
+    """Taken out of rings into which the step on its way has written already: as far as it may have
+    come, always."""
+    whole = commit.commit
+
+    def late(rt, flight, result):
+        rt.device.drain()
+        whole(rt, flight, result)
+
+    how = dict(prefix_cache=True, page_size=2, num_snapshots=999)
+    other = engine(overlap=False, **how)
+    other.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(commit, "commit", late)
+    want, shared = other.runtime.reuse.snapshots._held, 0
+    for knowing.right in (5, None, 2):
+        eng = engine(verifier=Fixed(5), **how)
+        same(eng.generate(PROMPTS, PARAMS), serial())
+        for key, snapshot in eng.runtime.reuse.snapshots._held.items():
+            assert snapshot.position == want[key].position
+            torch.testing.assert_close(snapshot.windows, want[key].windows)
+            shared += 1
+    assert shared > 100
 
 
 # ------------------------------------------------------------------------------- what runs at once
@@ -642,17 +700,22 @@ def test_work_is_done_in_the_order_of_launching():
 
 def test_a_device_of_twenty_milliseconds_is_never_idle():
     """On two lanes: with overlap the device goes from step to step; a synchronous engine lets it
-    wait for schedule, launch and post-process. (Times of this machine; loose bounds.)"""
-    idle = {}
-    for on in (False, True):
-        eng = engine("one layer", overlap=on, verifier="off", max_num_seqs=6)
+    wait for schedule, launch and post-process. The best of some runs: others use this machine too."""
+
+    def idle_share(on: bool) -> float:
+        eng = engine("one layer", overlap=on, verifier="off")
         eng.generate(PROMPTS, max_tokens=3)
         eng.runtime.device.close()
         eng.runtime.device = SimulatedDevice(0.02)
         eng.stats.reset()
         eng.generate(PROMPTS, PARAMS)
         line = eng.stats.timeline()
-        idle[on] = line.idle_share
         assert line.busy >= 0.02 * eng.stats.steps
         eng.close()
-    assert idle[True] < idle[False]
+        return line.idle_share
+
+    for _ in range(5):
+        overlapped, synchronous = idle_share(True), idle_share(False)
+        if overlapped <= 0.03 and overlapped < synchronous:
+            break
+    assert overlapped <= 0.03 and overlapped < synchronous, (overlapped, synchronous)
