@@ -6,7 +6,9 @@ step overwrites what lies past it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from deepinfer.engine.drafts import HeldDraft
 from deepinfer.engine.flight import Flight, Outcome
@@ -24,26 +26,21 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     stats.turn(record, "post-process")
     if result.asked is not None:
         require_rows(rt, result.asked.tolist(), flight.budget)
+    values = Emitted.of(result)
     landing = [i for i, s in enumerate(flight.shares) if s.request.in_flight(flight.step)]
     shares = [settled(s) if i in landing else s for i, s in enumerate(flight.shares)]
-    drafts = dict(zip(flight.emitters, (range(n - 1) for n in result.rows.tolist())))
+    drafts = dict(zip(flight.emitters, (range(n - 1) for n in values.rows)))
     verified = [drafts.get(i, range(0)) for i in range(len(shares))]
     stats.ran(record, flight.kind, shares, verified, rt.room.max_rows)
     written = {i: max(a.written for a in shares[i].request.ahead) for i in landing}
     for i in landing:
         request = shares[i].request
         request.stored, request.ahead = shares[i].stop, request.ahead[1:]
-    values = Emitted.of(result)
-    guarded = [(shares[i].request, prompt_logprobs, (shares[i], result, i, record.step)) for i in landing]
-    guarded += [
-        (shares[i].request, emit, (rt, shares[i].request, values, e, record))
-        for e, i in enumerate(flight.emitters) if i in written
-    ]  # fmt: skip
-    for request, write, arguments in guarded:
-        try:
-            write(*arguments)
-        except Exception as error:  # what one request's result breaks costs that request only
-            request.finish("error", error)
+    for i in landing:
+        alone(shares[i].request, partial(prompt_logprobs, shares[i], result, i, record.step))
+    for e, i in enumerate(flight.emitters):
+        if i in written:
+            alone(shares[i].request, partial(emit, rt, shares[i].request, values, e, record))
     hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if flight.sink is None else flight.sink.snapshots()
@@ -53,6 +50,14 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
         if shares[i].request.finished:
             stats.ended(shares[i].request)
             rt.scheduler.release(shares[i].request)
+
+
+def alone(request: Request, write: Callable[[], None]) -> None:
+    """Write a part of a result down; what it breaks costs that request only."""
+    try:
+        write()
+    except Exception as error:
+        request.finish("error", error)
 
 
 def settled(share: Share) -> Share:

@@ -47,7 +47,7 @@ def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> O
         context = replace(context, batch=batch)
     assert emitting is not None
     logits = rt.model(context).logits
-    prompt = {i: prompt_logprobs(logits, *rest) for i, *rest in plan.wanted}
+    prompt = {i: prompt_logprobs(logits, span, ids) for i, span, ids in plan.wanted}
     nobody = not plan.emitters.requests
     accepted, target, errors = (None, None, {}) if nobody else sample(rt, plan, emitting, logits)
     flight.carried, confidence = carry(rt, plan, flight, emitting, accepted)

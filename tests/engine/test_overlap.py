@@ -4,8 +4,6 @@ from the text. In float64, with drafts of which any number is accepted."""
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import time
 
 import pytest
@@ -17,16 +15,12 @@ from deepinfer.engine.params import SamplingParams
 from deepinfer.model.drafter import Drafter
 from deepinfer.model.stack import Model
 from deepinfer.slots.protocols import Draft
-from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import BaseVerifier, Fixed
 from engine.pool import check, check_empty
 from engine.test_legal import Cycle
-from engine.test_preemption import InterruptAt
-from properties import test_serving
 from properties.small import poison, small_engine, stream
 
 torch.set_num_threads(1)
-SLOW = pytest.mark.slow
 VOCAB = 97
 PROMPTS = [stream(n, 20 + n, high=90) for n in (9, 17, 5, 12, 30, 3)]
 PARAMS = [
@@ -35,7 +29,7 @@ PARAMS = [
 ]
 
 
-def engine(layout: str = "2 and 1", overlap: bool = True, **changes):
+def engine(layout: str = "two layers", overlap: bool = True, **changes):
     settings = {"max_model_len": 64, "page_size": 8, "max_num_seqs": 6, **changes}
     eng = small_engine(layout, vocab=VOCAB, overlap=overlap, **settings)
     poison(eng.runtime.cache)
@@ -43,7 +37,7 @@ def engine(layout: str = "2 and 1", overlap: bool = True, **changes):
 
 
 @functools.cache
-def serial(layout: str = "2 and 1"):
+def serial(layout: str = "two layers"):
     return engine(layout, overlap=False).generate(PROMPTS, PARAMS)
 
 
@@ -132,11 +126,11 @@ def test_any_engine_gives_the_text_that_it_gives_synchronously(knowing, monkeypa
 
 def test_rejection_too_where_nothing_but_the_order_of_work_differs():
     """Its text depends on how many drafts are verified where, so with pages enough for all."""
-    for verifier in (Fixed(3, rule="rejection"), Fixed(5, rule="rejection")):
-        eng, other = engine(verifier=verifier), engine(overlap=False, verifier=verifier)
-        want = other.generate(PROMPTS, PARAMS)
-        assert other.stats.acceptance > 0.02
-        same(eng.generate(PROMPTS, PARAMS), want)
+    verifier = Fixed(4, rule="rejection")
+    eng, other = engine(verifier=verifier), engine(overlap=False, verifier=verifier)
+    want = other.generate(PROMPTS, PARAMS)
+    assert other.stats.acceptance > 0.02
+    same(eng.generate(PROMPTS, PARAMS), want)
 
 
 def test_every_count_is_the_synchronous_one_where_no_stop_comes_unforeseen():
@@ -362,7 +356,7 @@ def test_a_stop_token_in_the_middle_of_accepted_drafts(knowing):
 @pytest.mark.parametrize("how", ["abort", "preempt", "timeout"])
 def test_what_ends_or_gives_way_in_flight_is_dropped(knowing, drafts, how):
     """At any step, with its result on the way: it gets no token of it, and nobody else's."""
-    for at in (1, 2, 3, 5, 8):
+    for at in (1, 2, 5):
         eng = engine(verifier=Fixed(drafts), num_pages=40, max_num_batched_tokens=40)
         numbers, done = [eng.add(p, q) for p, q in zip(PROMPTS, PARAMS)], {}
         for n in range(500):
@@ -373,7 +367,7 @@ def test_what_ends_or_gives_way_in_flight_is_dropped(knowing, drafts, how):
             if n == at and running:
                 victim = max(running, key=lambda r: (len(r.ahead), len(r.output), r.id))
                 had, flying = list(victim.output), victim.ahead
-                assert flying or at > 5
+                assert flying
                 if how == "abort":
                     done[victim.id] = eng.abort(victim.id)
                 elif how == "timeout":
@@ -457,14 +451,14 @@ def test_snapshots_are_those_of_a_serial_run(knowing, monkeypatch):
     other.generate(PROMPTS, PARAMS)
     monkeypatch.setattr(commit, "commit", late)
     want, shared = other.runtime.reuse.snapshots._held, 0
-    for knowing.right in (5, None, 2):
+    for knowing.right in (5, None):
         eng = engine(verifier=Fixed(5), **how)
         same(eng.generate(PROMPTS, PARAMS), serial())
         for key, snapshot in eng.runtime.reuse.snapshots._held.items():
             assert snapshot.position == want[key].position
             torch.testing.assert_close(snapshot.windows, want[key].windows)
             shared += 1
-    assert shared > 100
+    assert shared > 60
 
 
 # ------------------------------------------------------------------------------- what runs at once
@@ -535,117 +529,6 @@ def test_close_with_a_step_on_its_way():
     assert eng.unfinished == 0
     with pytest.raises(RuntimeError):
         device.launch(int)
-
-
-# ----------------------------------------------------------------------------------------- faults
-
-
-class Falls(Philox):
-    """Its call number `at` fails."""
-
-    def __init__(self, at: int, error=ValueError) -> None:
-        self.at, self.error, self.calls = at, error, 0
-
-    def draw(self, dist, keys):
-        self.calls += 1
-        if self.calls == self.at:
-            raise self.error("bad luck")
-        return super().draw(dist, keys)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_step_that_fails_behind_the_host_is_undone_with_the_one_behind_it(error):
-    for at in (1, 2, 3, 6, 9):
-        eng = engine(sampler=Falls(at, error), verifier=Fixed(0), max_num_batched_tokens=30)
-        for p, q in zip(PROMPTS, PARAMS):
-            eng.add(p, q)
-        done, failed = [], 0
-        while eng.unfinished:
-            try:
-                done += eng.step()
-            except error as caught:
-                assert "bad luck" in str(caught)
-                failed += 1
-                assert not eng._loop.flights and not any(r.ahead for r in eng.requests.values())
-            check(eng)
-        assert failed == 1
-        same(sorted(done, key=lambda c: c.index), serial())
-        check_empty(eng)
-
-
-def test_an_interrupt_at_any_line_of_the_host_goes_on_to_the_same_text():
-    each = [SamplingParams(max_tokens=9 + i, seed=i, ignore_eos=True) for i in range(4)]
-    want = [c.token_ids for c in engine("one layer", overlap=False).generate(PROMPTS[:4], each)]
-    chance, interrupted = random.Random(3), 0
-    eng = engine("one layer", num_pages=6, max_num_batched_tokens=12, verifier=Fixed(2))
-    for _ in range(4):
-        numbers, done = [eng.add(p, q) for p, q in zip(PROMPTS, each)], {}
-        while eng.unfinished:
-            sys.settrace(InterruptAt(int(10 ** chance.uniform(0.3, 3.3))))
-            try:
-                done |= {c.index: c for c in eng.step()}
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                sys.settrace(None)
-            check(eng)
-        assert [done[i].token_ids for i in numbers] == want
-        check_empty(eng)
-    assert interrupted > 25
-
-
-@pytest.mark.parametrize("drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)])
-def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, rows):
-    test_serving.walk(
-        drafts + 1, 400, monkeypatch, num_pages=pages, max_num_seqs=4, verifier=Fixed(drafts),
-        scheduler=scheduler, max_num_batched_tokens=rows, overlap=True, prefix_cache=drafts == 0,
-    )  # fmt: skip
-
-
-@SLOW
-@pytest.mark.parametrize("scheduler", ["fcfs", "decode_order", "mixed"])
-@pytest.mark.parametrize("seed", range(2))
-def test_ten_thousand_steps_with_faults_leave_nothing_behind(monkeypatch, scheduler, seed):
-    eng = test_serving.walk(
-        seed, 16000, monkeypatch, num_pages=11 + seed, max_num_seqs=4, verifier=Fixed(3 * seed),
-        scheduler=scheduler, max_num_batched_tokens=(None, 12)[seed], overlap=True,
-        prefix_cache=seed == 0,
-    )  # fmt: skip
-    assert eng._loop.steps >= 10_000
-
-
-# ------------------------------------------------------------------------- many, and too few pages
-
-
-@pytest.mark.parametrize(
-    "layout, cached, verifier, scheduler, rows",
-    [
-        ("one layer", True, Fixed(3), "fcfs", 40),
-        ("one layer", False, Half(), "decode_order", 32),
-        pytest.param("2 and 1", True, Fixed(5), "decode_order", 48, marks=SLOW),
-        pytest.param("2 and 1", False, Fixed(1), "fcfs", 40, marks=SLOW),
-        pytest.param("2 and 1", True, Fixed(2), "mixed", 40, marks=SLOW),
-        pytest.param("2 and 1", False, Fixed(4), "fcfs", 48, marks=SLOW),
-        pytest.param("2 and 1", True, Fixed(0), "fcfs", 24, marks=SLOW),
-    ],
-)
-@pytest.mark.parametrize("careful", [True, False])
-def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(
-    monkeypatch, layout, cached, verifier, scheduler, rows, careful
-):
-    """careful=False: who gives way does so with its result on the way, as often as it happens."""
-    if not careful:
-        monkeypatch.setattr(overlap, "short_of_pages", lambda *a: False)
-    first = test_serving.SHARED if cached else 0
-    kinds = range(first, first + test_serving.KINDS)
-    texts = {k: test_serving.alone(layout, k).token_ids for k in kinds}
-    Knowing(monkeypatch, texts)
-    eng = test_serving.sixty_four(
-        layout, first=first, overlap=True, prefix_cache=cached, verifier=verifier,
-        scheduler=scheduler, max_num_batched_tokens=rows,
-    )  # fmt: skip
-    assert not verifier.max_draft or 0.2 < eng.stats.acceptance < 0.9
-    assert not cached or eng.cache.hits > 20
 
 
 # ---------------------------------------------------------------------------- the law can be broken
