@@ -409,6 +409,25 @@ def test_who_gave_way_and_came_back_gets_nothing_of_its_life_before(knowing):
     check_empty(eng)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_fork_of_what_is_on_its_way_goes_on_from_what_is_known(knowing, cached):
+    eng = engine(verifier=Fixed(3), prefix_cache=cached, page_size=4)
+    parent = eng.add(PROMPTS[4], PARAMS[4])
+    for _ in range(4):
+        eng.step()
+    request = eng.requests[parent]
+    assert request.ahead and request.known < request.length
+    child = eng.fork(parent, seed=PARAMS[4].seed)
+    assert eng.requests[child].known == request.known and not eng.requests[child].ahead
+    done = {}
+    while eng.unfinished:
+        done |= {c.index: c for c in eng.step()}
+        check(eng)
+    for i in (parent, child):
+        same([done[i]], serial()[4:5])
+    check_empty(eng)
+
+
 class Slow(WorkerDevice):
     """Takes a while before it begins."""
 
