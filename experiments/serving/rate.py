@@ -10,7 +10,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.records import PHASES
 from deepinfer.measure.table import Table
 from experiments.serving.bare import BareLoop
-from experiments.serving.setup import CONTEXT, SAMPLING, begin, end, prompts, spread, timed
+from experiments.serving.setup import CONTEXT, SAMPLING, begin, end, in_turn, prompts, spread
 
 HOST = tuple(p for p in PHASES if p != "wait")  # on a CPU, `wait` is the forward itself
 
@@ -54,32 +54,31 @@ class Rounds:
 
 
 def measure(eng: Engine, batch: int, rounds: int, steps: int) -> Rounds:
-    """Rounds of the engine, the bare loop and the overlapped engine in turn, on the same prompts:
-    what else the machine does meets all three."""
+    """Rounds on the same prompts. The engine and the bare loop take turns step by step, so that what
+    else the machine does meets both; the overlapped engine, whose device goes on between two steps,
+    runs behind them."""
     each = prompts(eng, batch, CONTEXT)
     plain, other, bare = eng.with_(), eng.with_(overlap=True), eng.with_()
     out = Rounds(batch)
     for n in range(rounds + 1):
         ids = begin(plain, each, steps)
         plain.stats.reset()
-        engine = statistics.median(timed(plain.step, steps))
-        host = {p: plain.stats.host_seconds.get(p, 0.0) / steps for p in PHASES}
-        end(plain, ids)
-
         loop = BareLoop(
             bare, each, steps, temperature=SAMPLING["temperature"], seeds=range(batch)
         )
-        alone = statistics.median(timed(loop.step, steps))
+        engine, alone = in_turn((plain.step, loop.step), steps)
+        host = {p: plain.stats.host_seconds.get(p, 0.0) / steps for p in PHASES}
+        end(plain, ids)
         loop.close()
 
         ids = begin(other, each, steps)
-        overlapped = statistics.median(timed(other.step, steps))
+        (overlapped,) = in_turn((other.step,), steps)
         end(other, ids)
         if n:  # the first round warms up
-            out.engine.append(engine)
+            out.engine.append(statistics.median(engine))
             out.host.append(host)
-            out.bare.append(alone)
-            out.overlapped.append(overlapped)
+            out.bare.append(statistics.median(alone))
+            out.overlapped.append(statistics.median(overlapped))
     for e in (plain, other, bare):
         e.close()
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deepinfer import data
 from deepinfer.engine.engine import Engine
@@ -36,13 +36,14 @@ def end(eng: Engine, ids: Sequence[int]) -> None:
         eng.abort(i)
 
 
-def timed(step, count: int) -> list[float]:
-    """Seconds of each of `count` calls."""
-    out = []
+def in_turn(calls: Sequence[Callable[[], object]], count: int) -> list[list[float]]:
+    """Seconds of each of `count` rounds of these calls, one after another; a list a call."""
+    out: list[list[float]] = [[] for _ in calls]
     for _ in range(count):
-        start = time.perf_counter()
-        step()
-        out.append(time.perf_counter() - start)
+        for call, took in zip(calls, out):
+            start = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - start)
     return out
 
 

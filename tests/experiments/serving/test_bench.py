@@ -180,3 +180,10 @@ def test_command_prints_and_writes_every_table(tmp_path, capsys):
     other.write_text("{}")
     with pytest.raises(ValueError, match="no file of this benchmark"):
         bench.read(other)
+
+
+def test_calls_take_turns():
+    said = []
+    took = setup.in_turn((lambda: said.append("a"), lambda: said.append("b")), 3)
+    assert said == ["a", "b"] * 3 and [len(t) for t in took] == [3, 3]
+    assert all(t >= 0 for each in took for t in each)
