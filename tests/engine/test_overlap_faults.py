@@ -13,8 +13,8 @@ from deepinfer.engine import overlap
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from engine.overlapped import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
 from engine.pool import check, check_empty
-from engine.test_overlap import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
 from engine.test_preemption import InterruptAt
 from properties import test_serving
 
