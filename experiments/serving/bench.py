@@ -21,7 +21,7 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.provenance import collect, of_engine
 from deepinfer.measure.table import Table
-from experiments.serving import first_token, gap, rate
+from experiments.serving import first_token, gap, rate, setup
 
 FORMAT = "deepinfer.serving.bench/1"
 SECTIONS = ("speed", "gap", "first-token")
@@ -61,13 +61,13 @@ def measured(o: argparse.Namespace) -> Iterator[Found]:
     make = {"nano": Engine.nano, "tiny": Engine.tiny}[o.model]
     eng = make(dtype=o.dtype, max_num_seqs=max(o.batches), max_model_len=MODEL_LEN)
     if "speed" in o.only:
-        yield from rate.tables(eng, o.batches, o.rounds, o.steps)
+        yield from rate.tables(eng, o.batches, o.rounds, o.steps, o.clock)
     if "gap" in o.only:
         batches = [b for b in o.batches if b in GAP_BATCHES] or o.batches[:1]
         yield from gap.tables(eng, batches, DEVICE_SECONDS, o.rounds, o.steps)
     if "first-token" in o.only:
         cases = first_token.CASES[:1] if o.quick else first_token.CASES
-        yield from first_token.tables(eng, cases, o.rounds)
+        yield from first_token.tables(eng, cases, o.rounds, o.clock)
 
 
 def facts(o: argparse.Namespace) -> dict[str, object]:
@@ -78,7 +78,7 @@ def facts(o: argparse.Namespace) -> dict[str, object]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return collect(
         **more, processor=processor(), cores=os.cpu_count(), load=load, rounds=o.rounds,
-        steps=o.steps, quick=o.quick,
+        steps=o.steps, clock=o.clock, quick=o.quick,
     )  # fmt: skip
 
 
@@ -104,6 +104,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=_count, default=7, help="repeats of each case (default 7)")
     p.add_argument("--steps", type=_count, default=48, help="decode steps a round (default 48)")
     p.add_argument("--threads", type=_count, default=1, help="of torch's operations (default 1)")
+    p.add_argument("--clock", choices=tuple(setup.CLOCKS), default="wall",
+                   help="of speeds and first tokens: wall (default), or cpu, the time in which this "
+                   "thread had a core, where the machine is busy")  # fmt: skip
     p.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float64")
     p.add_argument("--model", choices=("nano", "tiny"), default="nano")
     p.add_argument("--quick", action="store_true", help="one round in small, to try the command")

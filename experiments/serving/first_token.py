@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.table import Table
-from experiments.serving.setup import SAMPLING, prompts, spread
+from experiments.serving.setup import CLOCKS, SAMPLING, Clock, prompts, spread
 
 CASES = ((256, 128), (1024, 128), (1920, 128), (1024, 512))  # (tokens of a hit, rows behind it)
 
@@ -47,21 +47,23 @@ class Times:
         }  # fmt: skip
 
 
-def to_first(eng: Engine, ids: Sequence[int], skip: int = 0) -> float:
+def to_first(
+    eng: Engine, ids: Sequence[int], skip: int = 0, clock: Clock = time.perf_counter
+) -> float:
     """Seconds from `add`, or from the end of the first `skip` steps, to the first token."""
-    start = time.perf_counter()
+    start = clock()
     request = eng.add(ids, max_tokens=2, seed=0, **SAMPLING)
     for _ in range(skip):
         eng.step()
-        start = time.perf_counter()
+        start = clock()
     while not eng.requests[request].output:
         eng.step()
-    took = time.perf_counter() - start
+    took = clock() - start
     eng.abort(request)
     return took
 
 
-def measure(eng: Engine, hit: int, rows: int, rounds: int) -> Times:
+def measure(eng: Engine, hit: int, rows: int, rounds: int, clock: str = "wall") -> Times:
     """Rounds of the four in turn; each round has rows of its own behind the same first tokens."""
     if rows > hit:
         raise ValueError(f"{rows} rows behind a hit of {hit} tokens: want them in one chunk")
@@ -76,12 +78,12 @@ def measure(eng: Engine, hit: int, rows: int, rounds: int) -> Times:
     to_first(warm, [*first, *tails[-1]])  # leaves the first tokens in the cache
     for n, tail in enumerate(tails[:-1]):
         before = warm.cache.hit_tokens
-        with_hit = to_first(warm, [*first, *tail])
+        with_hit = to_first(warm, [*first, *tail], 0, CLOCKS[clock])
         found = warm.cache.hit_tokens - before
         if found != hit:
             raise RuntimeError(f"a hit of {hit} tokens was to be measured, {found} were found")
-        same_depth = to_first(chunked, [*first, *tail], skip=1)
-        alone, whole = to_first(cold, tail), to_first(cold, [*first, *tail])
+        same_depth = to_first(chunked, [*first, *tail], 1, CLOCKS[clock])
+        alone, whole = (to_first(cold, ids, 0, CLOCKS[clock]) for ids in (tail, [*first, *tail]))
         if n:  # the first round warms up
             out.with_hit.append(with_hit)
             out.same_depth.append(same_depth)
@@ -93,7 +95,7 @@ def measure(eng: Engine, hit: int, rows: int, rounds: int) -> Times:
 
 
 def tables(
-    eng: Engine, cases: Sequence[tuple[int, int]], rounds: int
+    eng: Engine, cases: Sequence[tuple[int, int]], rounds: int, clock: str = "wall"
 ) -> Iterator[tuple[str, str, Table]]:
     """(name, what it says, table) of times to first token."""
     yield (
@@ -101,5 +103,5 @@ def tables(
         "Time to first token of a prompt whose first tokens are cached, beside the cold time of the "
         "rows that are left: at the same depth, and as a prompt of their own. Ratios: with a hit to "
         f"each of the two, the median of {rounds} rounds with the least and the most.",
-        Table([measure(eng, h, r, rounds).row() for h, r in cases]),
+        Table([measure(eng, h, r, rounds, clock).row() for h, r in cases]),
     )

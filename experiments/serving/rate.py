@@ -10,7 +10,9 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.records import PHASES
 from deepinfer.measure.table import Table
 from experiments.serving.bare import BareLoop
-from experiments.serving.setup import CONTEXT, SAMPLING, begin, end, in_turn, prompts, spread
+from experiments.serving.setup import (
+    CLOCKS, CONTEXT, SAMPLING, begin, end, in_turn, prompts, spread,
+)  # fmt: skip
 
 HOST = tuple(p for p in PHASES if p != "wait")  # on a CPU, `wait` is the forward itself
 
@@ -44,7 +46,7 @@ class Rounds:
             "engine share %": 100 * share["median"],
             "least %": 100 * share["least"],
             "most %": 100 * share["most"],
-            "host phases %": 100 * statistics.median(h / s for h, s in zip(host, self.engine)),
+            "host phases %": 100 * statistics.median(host) / step,
         }
 
     def phases(self) -> dict[str, object]:
@@ -53,10 +55,10 @@ class Rounds:
         return {"batch": self.batch, **{f"{p} ms": v for p, v in ms.items()}}
 
 
-def measure(eng: Engine, batch: int, rounds: int, steps: int) -> Rounds:
+def measure(eng: Engine, batch: int, rounds: int, steps: int, clock: str = "wall") -> Rounds:
     """Rounds on the same prompts. The engine and the bare loop take turns step by step, so that what
     else the machine does meets both; the overlapped engine, whose device goes on between two steps,
-    runs behind them."""
+    runs behind them, by the wall's clock: it has two threads."""
     each = prompts(eng, batch, CONTEXT)
     plain, other, bare = eng.with_(), eng.with_(overlap=True), eng.with_()
     out = Rounds(batch)
@@ -66,7 +68,7 @@ def measure(eng: Engine, batch: int, rounds: int, steps: int) -> Rounds:
         loop = BareLoop(
             bare, each, steps, temperature=SAMPLING["temperature"], seeds=range(batch)
         )
-        engine, alone = in_turn((plain.step, loop.step), steps)
+        engine, alone = in_turn((plain.step, loop.step), steps, CLOCKS[clock])
         host = {p: plain.stats.host_seconds.get(p, 0.0) / steps for p in PHASES}
         end(plain, ids)
         loop.close()
@@ -85,10 +87,10 @@ def measure(eng: Engine, batch: int, rounds: int, steps: int) -> Rounds:
 
 
 def tables(
-    eng: Engine, batches: Sequence[int], rounds: int, steps: int
+    eng: Engine, batches: Sequence[int], rounds: int, steps: int, clock: str = "wall"
 ) -> Iterator[tuple[str, str, Table]]:
     """(name, what it says, table) of speeds and of host phases."""
-    found = [measure(eng, b, rounds, steps) for b in batches]
+    found = [measure(eng, b, rounds, steps, clock) for b in batches]
     yield (
         "speed",
         "Decoding: tokens a second of the bare loop and of the engine, synchronous and with overlap. "

@@ -174,7 +174,7 @@ def test_command_prints_and_writes_every_table(tmp_path, capsys):
     assert tables["speed"]["batch"] == [2] and len(tables["idle gap"]) == 4
     assert tables["idle gap"].where(engine="overlapped")["load"] == list(gap.LOADS)
     facts = json.loads(out.read_text())["facts"]
-    assert {"commit", "threads", "processor", "cores", "load", "weights", "dtype"} <= set(facts)
+    assert {"commit", "threads", "processor", "cores", "load", "weights", "dtype", "clock"} <= set(facts)
     assert facts["quick"] and tables["speed"].provenance["dtype"] == "float64"
     other = tmp_path / "other.json"
     other.write_text("{}")
@@ -184,6 +184,8 @@ def test_command_prints_and_writes_every_table(tmp_path, capsys):
 
 def test_calls_take_turns():
     said = []
-    took = setup.in_turn((lambda: said.append("a"), lambda: said.append("b")), 3)
-    assert said == ["a", "b"] * 3 and [len(t) for t in took] == [3, 3]
-    assert all(t >= 0 for each in took for t in each)
+    clock = iter(range(100))
+    calls = (lambda: said.append("a"), lambda: said.append(next(clock)))  # the second takes longer
+    took = setup.in_turn(calls, 2, lambda: float(next(clock)))
+    assert [s for s in said if s == "a"] == ["a", "a"] and said[0] == "a" != said[1]
+    assert took == [[1, 1], [2, 2]]
