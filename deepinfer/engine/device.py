@@ -109,9 +109,9 @@ class WorkerDevice(Device):
         super().__init__(device, clock)
         self.host_phase = "launch"
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        thread = threading.Thread(target=serve, args=(self._jobs,), name="device", daemon=True)
-        self._stop = weakref.finalize(self, stop, self._jobs, thread)
-        thread.start()
+        self._thread = threading.Thread(target=serve, args=(self._jobs,), name="device", daemon=True)
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._thread.start()
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
     def launch(self, work: Callable[[], Any]) -> Job:
@@ -146,7 +146,8 @@ class WorkerDevice(Device):
         self._failure = None
 
     def close(self) -> None:
-        self._stop()
+        self._stop()  # behind what is queued
+        self._thread.join()
 
 
 def serve(jobs: SimpleQueue[Job | None]) -> None:
@@ -154,13 +155,6 @@ def serve(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # its result belongs to who waits for it
-
-
-def stop(jobs: SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    """Let the worker finish what is queued."""
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join()
 
 
 class SimulatedDevice(WorkerDevice):

@@ -228,7 +228,9 @@ class Loop:
             rt.device.drain()
         finally:  # an impatient second interrupt: what still runs is in front of what comes
             launched = [f.record for f in flights]
-            for dropped in launched if record in (None, *launched) else [*launched, record]:
+            if record is not None and record not in launched:
+                rt.stats.drop(record)
+            for dropped in reversed(launched):
                 rt.stats.drop(dropped)
             self.flights = []
             commit.undo(rt, flights)

@@ -186,11 +186,11 @@ class Stats:
         self.step_records.append(record)
 
     def drop(self, record: StepRecord) -> None:
-        """The step ran nothing, or failed: it is not recorded."""
+        """The step ran nothing, or failed: it is not recorded. Of several the last one first."""
         self._host.turn(None)
         self._preempted -= record.preempted
-        for mark in [m for m in tuple(self._marks) if m[0] is record]:
-            self._marks.remove(mark)  # in place: the device's thread may be adding its own
+        while self._marks and self._marks[-1][0] is record:  # never walked: a thread may add its own
+            self._marks.pop()
 
     def _read_marks(self, record: StepRecord) -> None:
         while self._marks and self._marks[0][0].step <= record.step:  # earlier ones were dropped
