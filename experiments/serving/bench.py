@@ -48,7 +48,7 @@ def targets(found: Mapping[str, Table]) -> Table:
     if "idle gap" in found:
         idle = found["idle gap"].where(engine="overlapped")
         for load in gap.LOADS:
-            judge(f"device idle, overlapped, {load}, %", 3, idle.where(load=load)["idle %"])
+            judge(f"device idle, overlapped, {load}, %", 3, idle.where(load=load)["at 20 ms, %"])
     if "first token" in found:
         table = found["first token"]
         judge("first token with a hit / cold at the same depth", 1.2, table["of same depth"])

@@ -98,13 +98,16 @@ def measure(eng: Engine, load: str, overlap: bool, batch: int, seconds: float, r
     device.computing.clear()
     lanes = [LOADS[load](own, each, steps) for _ in range(rounds)]
     own.close()
-    return row(load, overlap, batch, lanes, device.computing)
+    return row(load, overlap, batch, lanes, device.computing, seconds)
 
 
 def row(
-    load: str, overlap: bool, batch: int, lanes: Sequence[Lane], computing: Sequence[float]
-) -> dict[str, object]:
-    """Of the rounds of one case. computing: seconds of each step."""
+    load: str, overlap: bool, batch: int, lanes: Sequence[Lane], computing: Sequence[float],
+    seconds: float,
+) -> dict[str, object]:  # fmt: skip
+    """Of the rounds of one case. computing: seconds of each step; seconds: of the simulated device.
+    'at 20 ms': the gaps beside steps that take just these, however long the model computed."""
+    gap = statistics.median(sum(lane.idle.values()) / lane.steps for lane in lanes)
     share = spread([lane.share for lane in lanes])
     causes: dict[str, float] = {}
     for lane in lanes:
@@ -114,7 +117,8 @@ def row(
         "load": load, "engine": "overlapped" if overlap else "synchronous", "batch": batch,
         "idle %": 100 * share["median"], "least %": 100 * share["least"],
         "most %": 100 * share["most"],
-        "idle ms a step": 1e3 * sum(causes.values()) / sum(lane.steps for lane in lanes),
+        "idle ms a step": 1e3 * gap,
+        "at 20 ms, %": 100 * gap / (seconds + gap),
         "most of it during": max(causes, key=causes.__getitem__) if causes else None,
         "computing ms": 1e3 * statistics.median(computing),
     }  # fmt: skip
@@ -129,7 +133,8 @@ def tables(
         f"A simulated device that takes {1e3 * seconds:.0f} ms a step (the model really runs on it; "
         "'computing' is that part, the rest of the step it sleeps). idle: the part of the time with "
         f"work to do in which the device did nothing, the median of {rounds} rounds of {steps} steps "
-        "with the least and the most.",
+        "with the least and the most; at 20 ms: the same gaps beside steps of just that length, also "
+        "where the model computed longer.",
         Table([
             measure(eng, load, overlap, b, seconds, rounds, steps)
             for load in LOADS for b in batches for overlap in (False, True)

@@ -105,9 +105,10 @@ def test_a_pause_without_work_is_no_idle_time():
 
 def test_idle_of_a_case():
     lanes = [gap.Lane(90, {"launch": 10.0}, 5), gap.Lane(60, {"launch": 10.0, "wait": 30.0}, 5)]
-    row = gap.row("steady decode", True, 4, lanes, [0.001, 0.002, 0.009])
+    row = gap.row("steady decode", True, 4, lanes, [0.001, 0.002, 0.009], 5.0)
     assert (row["idle %"], row["least %"], row["most %"]) == pytest.approx((25, 10, 40))
     assert row["idle ms a step"] == pytest.approx(5000) and row["computing ms"] == 2
+    assert row["at 20 ms, %"] == pytest.approx(50)  # 5 s beside steps of 5 s
     assert (row["most of it during"], row["engine"]) == ("wait", "overlapped")
 
 
@@ -122,7 +123,7 @@ def test_targets_judge_the_worst_row():
     found = {
         "speed": Table([{"batch": 4, "engine share %": 50.0}, {"batch": 16, "engine share %": 10.0}]),
         "idle gap": Table([
-            {"load": load, "engine": engine, "idle %": idle}
+            {"load": load, "engine": engine, "at 20 ms, %": idle}
             for load, engine, idle in [
                 ("steady decode", "synchronous", 9.0), ("steady decode", "overlapped", 2.0),
                 ("steady decode", "overlapped", 3.1), ("requests come and go", "overlapped", 1.0),
