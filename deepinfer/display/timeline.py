@@ -31,6 +31,7 @@ DEVICE: Looks = {
     "decode": (4, "D", "a row a sequence, and its drafts"),
     "mixed": (7, "M", "both"),
     "draft": (6, "d", "the drafter proposes the next tokens"),
+    "other steps": (None, "o", "works for steps that are not shown"),
 }
 HATCH = "repeating-linear-gradient(45deg,#D55E00d0 0 2px,transparent 2px 6px)"
 IDLE_LETTER, PAUSE_LETTER, CUT_MARK = ".", " ", "//"
@@ -89,11 +90,11 @@ def timeline_html(t: Timeline, seconds: float | None = None) -> html.Html:
 
 def busy_and_gaps(t: Timeline) -> list[Span]:
     """The device lane without holes: its work, and between it idle stretches (one a gap, whatever
-    the host did meanwhile) and pauses."""
-    from deepinfer.engine.timeline import NOTHING
+    the host did meanwhile), pauses, and work for steps that were cut off."""
+    from deepinfer.engine.timeline import NOTHING, OTHERS
 
     out: list[Span] = []
-    gaps = [g if g.what == NOTHING else g._replace(what="idle") for g in t.gaps]
+    gaps = [g if g.what in (NOTHING, OTHERS) else g._replace(what="idle") for g in t.gaps]
     for s in sorted((*t.device, *gaps)):
         if out and out[-1].what == s.what == "idle" and out[-1].stop == s.start:
             out[-1] = out[-1]._replace(stop=s.stop)

@@ -322,8 +322,8 @@ class Stats:
         """The lanes of the last steps (None: of all that are held)."""
         from deepinfer.engine.timeline import Timeline
 
-        held = list(self.step_records)
-        return Timeline(held if last is None else held[max(len(held) - last, 0) :])
+        whole = Timeline(self.step_records)
+        return whole if last is None else whole[max(len(whole) - last, 0) :]
 
     def line(self, last: int = 100) -> str:
         """One line for a log: speeds of the last steps, what runs and waits, drafts, hits."""

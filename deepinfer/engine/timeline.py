@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMAT = "deepinfer.Timeline/1"
 OUTSIDE = "outside"  # between two calls of `step`: whoever drives the engine has the host
 NOTHING = "no work"  # no request was left, so nothing was missed
+OTHERS = "other steps"  # in a slice: the device was at work for a step that was cut off
 
 
 class Span(NamedTuple):
@@ -40,14 +41,18 @@ class Timeline:
 
     records: in the order of their steps. Times become seconds since the first of them began.
     host: phases; device: kinds of steps, and 'draft'; gaps: the stretches in which the device did
-    nothing, cut where the cause changes: the phase the host was in, 'outside' (of `step`), or 'no
-    work'. The step of a gap is that of the device's work behind it, -1 behind the last.
+    nothing for these steps, cut where the cause changes: the phase the host was in, 'outside' (of
+    `step`), 'no work', or 'other steps': in an overlapped run the host's first phase of a slice lies
+    beside the device's work of the step before it. The step of a gap is that of the device's work
+    behind it, -1 behind the last.
 
-    busy + idle + no_work = span. Raises ValueError where a lane overlaps itself.
+    busy + idle + no_work + others = span. Raises ValueError where a lane overlaps itself.
+    cut: the records that a slice left out, whose device work is no idle time.
     """
 
-    def __init__(self, records: Iterable[StepRecord]) -> None:
+    def __init__(self, records: Iterable[StepRecord], cut: Iterable[StepRecord] = ()) -> None:
         self.records: tuple[StepRecord, ...] = tuple(records)
+        self._cut: tuple[StepRecord, ...] = tuple(cut)
         host = [(a, b, phase, r.step) for r in self.records for phase, a, b in r.host]
         device = [(a, b, what, r.step) for r in self.records for what, a, b in r.device]
         self._origin = min((s[0] for s in (*host, *device)), default=0.0)
@@ -69,9 +74,14 @@ class Timeline:
         return math.fsum(g.seconds for g in self.gaps if g.what == NOTHING)
 
     @property
+    def others(self) -> float:
+        """Seconds in which the device worked for steps that a slice left out."""
+        return math.fsum(g.seconds for g in self.gaps if g.what == OTHERS)
+
+    @property
     def idle(self) -> float:
         """Seconds in which the device did nothing although there were requests."""
-        return math.fsum(g.seconds for g in self.gaps if g.what != NOTHING)
+        return math.fsum(g.seconds for g in self.gaps if g.what not in (NOTHING, OTHERS))
 
     @property
     def idle_share(self) -> float:
@@ -81,10 +91,10 @@ class Timeline:
     @property
     def idle_by_cause(self) -> dict[str, float]:
         """Idle seconds by what the host did meanwhile, most first."""
-        causes = dict.fromkeys((g.what for g in self.gaps if g.what != NOTHING), 0.0)
-        for g in self.gaps:
-            if g.what != NOTHING:
-                causes[g.what] += g.seconds
+        idle = [g for g in self.gaps if g.what not in (NOTHING, OTHERS)]
+        causes = dict.fromkeys((g.what for g in idle), 0.0)
+        for g in idle:
+            causes[g.what] += g.seconds
         return dict(sorted(causes.items(), key=lambda c: (-c[1], c[0])))
 
     def __len__(self) -> int:
@@ -97,7 +107,9 @@ class Timeline:
         """The timeline of some of the steps: `t[-20:]`."""
         if not isinstance(key, slice):
             raise TypeError(f"a timeline is cut by a slice, t[-20:]; got {key!r}")
-        return Timeline(self.records[key])
+        kept = self.records[key]
+        steps = {id(r) for r in kept}
+        return Timeline(kept, (*self._cut, *(r for r in self.records if id(r) not in steps)))
 
     def table(self) -> Table:
         """A row a step: its load, and milliseconds of host phases, device and the gap before it."""
@@ -105,7 +117,7 @@ class Timeline:
 
         before = {r.step: 0.0 for r in self.records}
         for g in self.gaps:
-            if g.what != NOTHING and g.step in before:
+            if g.what not in (NOTHING, OTHERS) and g.step in before:
                 before[g.step] += g.seconds
         return Table(
             [{**r.row(), "idle before ms": 1e3 * before[r.step]} for r in self.records],
@@ -119,7 +131,7 @@ class Timeline:
         whole = {
             "format": FORMAT,
             "span": self.span, "busy": self.busy, "idle": self.idle, "no_work": self.no_work,
-            "idle_share": self.idle_share, "idle_by_cause": self.idle_by_cause,
+            "others": self.others, "idle_share": self.idle_share, "idle_by_cause": self.idle_by_cause,
             "host": [s._asdict() for s in self.host],
             "device": [s._asdict() for s in self.device],
             "gaps": [s._asdict() for s in self.gaps],
@@ -162,12 +174,16 @@ class Timeline:
     def _gaps(self) -> Iterator[Span]:
         """The device's gaps, cut where the cause changes."""
         pauses = self._pauses()
+        others = sorted(
+            Span(a - self._origin, b - self._origin, OTHERS, r.step)
+            for r in self._cut for _, a, b in r.device
+        )
         work = [(s.start, s.stop, s.step) for s in self.device]
         edges = [(0.0, 0.0, -1), *work, (self.span, self.span, -1)]
         for (_, start, _), (stop, _, step) in zip(edges, edges[1:]):
             if stop <= start:
                 continue
-            reasons = [*_near(pauses, start, stop), *_near(self.host, start, stop)]
+            reasons = [s for lane in (others, pauses, self.host) for s in _near(lane, start, stop)]
             cuts = {t for s in reasons for t in s[:2] if start < t < stop} | {start, stop}
             ordered = sorted(cuts)
             pieces: list[Span] = []

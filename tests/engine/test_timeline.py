@@ -55,6 +55,17 @@ def overlapped(draw) -> list[StepRecord]:
 records = st.one_of(synchronous(), overlapped())
 
 
+@given(records, st.data())
+def test_a_slice_idles_only_where_the_whole_does(made, data):
+    """What the device did for steps that were cut off is no idle time of those that are left."""
+    whole = Timeline(made)
+    a = data.draw(st.integers(0, len(made)))
+    part = whole[a : data.draw(st.integers(a, len(made)))]
+    assert part.busy + part.idle + part.no_work + part.others == part.span
+    assert part.idle <= whole.idle and part[:].idle == part.idle
+    assert whole[:].gaps == whole.gaps and not whole.others
+
+
 @given(records)
 def test_gaps_and_work_fill_the_device_lane(made):
     t = Timeline(made)
