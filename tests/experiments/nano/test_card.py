@@ -366,6 +366,9 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
     assert list(joint.get_xdata()) == [40, 40]
     assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
     assert "the log of that one comes before it" in capsys.readouterr().err
+    again = write_log(tmp_path / "e" / "log.jsonl", more, 8)
+    assert make(files, logs=[*logs, again])[0] == 2
+    assert "there is one such stage" in capsys.readouterr().err
 
 
 def test_what_was_read_and_where_paths_and_seeds_differ(files):
