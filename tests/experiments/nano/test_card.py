@@ -362,6 +362,7 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
     drawn = plots.drafter(read_runs(logs)).axes[0]
     shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
     assert list(shown.get_xdata()) == [40, 80]
+    assert [row["step"] for row in read_runs(logs).drafted.steps] == [20, 40, 60, 80, 100]
     joint = next(x for x in drawn.lines if x.get_label().startswith("went on"))
     assert list(joint.get_xdata()) == [40, 40]
     assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
@@ -430,6 +431,14 @@ def test_a_recipe_that_the_code_no_longer_knows_is_said(files, tmp_path):
     path.write_text(path.read_text().replace("muon_decay=", "weight_decay="))
     text = make(files, logs=[path])[1]
     assert "other code than today's" in text and "`muon_decay`, `weight_decay`" in text
+
+
+def test_a_drafter_before_there_was_a_choice_started_afresh(files, tmp_path):
+    path = write_log(tmp_path / "log.jsonl", DRAFTER, 5)
+    path.write_text(path.read_text().replace("fresh=True, ", ""))
+    runs = read_runs([files.logs[0], path])
+    assert runs.drafter.recipe["fresh"] and runs.more is None
+    assert "other code than today's" not in make(files, logs=[files.logs[0], path])[1]
 
 
 def test_a_log_counts_from_its_last_start(files, tmp_path):
