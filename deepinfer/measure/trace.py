@@ -285,7 +285,22 @@ def _few(x: Tensor) -> str:
 
 
 def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
-    """Every name a forward can show, in the order of the walk. mtp.*: only with a drafter."""
+    """Every name a forward can show, in the order of the walk. mtp.*: only with a drafter.
+
+    Of t rows, m streams of width d:
+        .in, .engram.streams        [t, m, d] the residual streams, as they come and behind Engram
+        .engram.rows, .value        rows of the n-gram table; [t, d] what they add to the streams,
+                                    each stream's gate times it
+        .attn.in, .ffn.in           [t, d] what a sub-layer reads: the streams, collapsed and normed
+        .attn.out, .ffn.out         [t, d] what it gives; .attn.comb, .ffn.comb [t, m, m] the matrix
+                                    that mixes the streams behind it
+        .attn.window_keys, .entries, .index_keys, .selected, .candidates    keys, and ids of entries
+        .ffn.experts, .ffn.weights  [t, k] the routed experts and their weights
+        features, final, logits     what the drafter reads; [t, d] the streams behind the last layer,
+                                    collapsed; [t, vocabulary]
+    So a mechanism is taken away by zeros in .attn.out, .ffn.out or .engram.value; zeros in the
+    streams are zeros in everything that came before.
+    """
     out: list[str] = []
     for layer in range(config.num_hidden_layers):
         out += _layer_names(config, f"layers.{layer}", layer, layer in config.engram_layer_ids)
@@ -302,7 +317,7 @@ def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
 def _layer_names(c: ModelConfig, name: str, layer: int, engram: bool) -> list[str]:
     parts = [
         "in",
-        *(["engram.rows", "engram.out"] if engram else []),
+        *(["engram.rows", "engram.value", "engram.streams"] if engram else []),
         "attn.in",
         "attn.window_keys",
     ]

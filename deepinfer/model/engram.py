@@ -55,6 +55,7 @@ class Engram(nn.Module):
         e = weight.rows(table_rows, dtype) if isinstance(weight, Quantised) else taken(weight, table_rows)
         kv = self.wkv(e.flatten(1), ctx)
         key, value = kv[:, : m * d].reshape(t, m, d), kv[:, m * d :]
+        value = ctx.see(f"{name}.value", value, rows.set)
         return ctx.ops.engram_gate(
             rows.streams, key, value, self.q_weight, self.k_weight, c.rms_norm_eps, dead
         )

@@ -61,7 +61,7 @@ class Layer(nn.Module):
         rows = replace(rows, streams=ctx.see(f"{name}.in", rows.streams, rows.set))
         if hasattr(self, "engram"):
             streams = self.engram(rows, f"{name}.engram", token_map, ctx)
-            rows = replace(rows, streams=ctx.see(f"{name}.engram.out", streams, rows.set))
+            rows = replace(rows, streams=ctx.see(f"{name}.engram.streams", streams, rows.set))
         if self.feeds_drafter:
             rows = replace(rows, features=(*rows.features, stream_mean(rows.streams)))
 

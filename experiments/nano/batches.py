@@ -82,8 +82,8 @@ def counts(shares: list[float], rows: int, step: int) -> list[int]:
     [0, rows] is cut into the shares. A ruler with a mark at every 1 lies along it, and a share gets
     the marks in its part. Each step moves the ruler by the golden ratio, which spreads evenly.
     """
-    ends = np.round(np.cumsum(shares) * rows, 6)  # else 0.3 + 0.7 ends below 1
-    ends[-1] = rows
+    ends = np.cumsum(shares) * rows
+    ends[-1] = rows  # whatever the sum of the shares was rounded to
     return np.diff(np.floor(ends + (0.5 + step * GOLDEN) % 1), prepend=0).astype(int).tolist()
 
 

@@ -6,12 +6,16 @@ the question.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import math
-from collections.abc import Iterator
-from dataclasses import fields
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from deepinfer.checkpoint.reader import Checkpoint
@@ -21,7 +25,50 @@ from .batches import Split
 from .config import Backbone, Drafter
 
 NONE = ("warmup", "index_random")  # counts that may be 0
+KINDS = {bool: "True or False", int: "an integer", float: "a number", tuple: "a tuple"}
 FACTORS = ("_rate", "_decay", "clip", "index_weight")  # how names of numbers without a limit end
+
+
+def changed(recipe: Any, changes: Sequence[str]) -> Any:
+    """The recipe with `name=value` changes, whose values are Python literals. ValueError for a name
+    that it lacks and for a value of another kind."""
+    known = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    values = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in known:
+            raise ValueError(f"--set {change}: {_unknown(name, recipe, list(known))}")
+        held = known[name]
+        try:
+            value = ast.literal_eval(text)
+            if isinstance(held, float) and type(value) is int:
+                value = float(value)
+        except (SyntaxError, ValueError, TypeError, OverflowError):
+            value = None
+        if type(value) is not type(held):
+            wanted = f"{name} is {KINDS[type(held)]}, as in {name}={held}"
+            raise ValueError(f"--set {change}: {wanted}, and {text!r} is none")
+        values[name] = value
+    return replace(recipe, **values)
+
+
+def _unknown(name: str, recipe: Any, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known)
+    hint = f" (near: {', '.join(near)})" if near else ""
+    every = textwrap.fill(", ".join(known), 96, initial_indent="    ", subsequent_indent="    ")
+    stage = type(recipe).__name__.lower()
+    return f"the {stage} recipe has no {name!r}{hint}; it has\n{every}"
+
+
+def no_other_run(out: str | Path) -> None:
+    """ValueError where a stage has written its log to the folder already: the rows of two runs
+    would stand beside the weights of one."""
+    log = Path(out) / "log.jsonl"
+    if log.exists():
+        raise ValueError(
+            f"--out {out} holds the log of another run ({log.name}): name another folder, or "
+            "delete this one"
+        )
 
 
 def recipe_fits(recipe: Backbone | Drafter, config: ModelConfig, data: dict[str, Split]) -> None:
@@ -42,6 +89,36 @@ def checkpoint(folder: str | Path, wish: str) -> Checkpoint:
         return Checkpoint.open(folder)
     except (ValueError, OSError) as error:
         raise ValueError(f"{wish} {folder}: {error}") from error
+
+
+def stored(checkpoint: Checkpoint, wish: str) -> None:
+    """ValueError where a checkpoint is not in FP8 and FP4."""
+    if checkpoint.config.quantization is None:
+        raise ValueError(
+            f"{wish} {checkpoint.path} is unquantised: one stored in FP8 and FP4 is needed; name "
+            "the folder `stored` that the stage wrote beside it"
+        )
+
+
+def not_rounded(plain: Checkpoint, stored: Checkpoint) -> None:
+    """ValueError where the control of `stored` has its rounded weights: the cost of storage would
+    be 0. That is so of `unquantised` of the drafter stage, which starts from the stored backbone.
+
+    Compares the first matrices of the first and the last layer.
+    """
+    wanted = ("attn.wq_a.weight", "ffn.experts.0.w1.weight")
+    last = stored.config.num_hidden_layers - 1
+    names = [f"layers.{layer}.{name}" for layer in (0, last) for name in wanted]
+    both = [name for name in names if name in stored.weights and name in plain.weights]
+    if both and all(
+        torch.equal(stored.read(name, torch.float32), plain.read(name, torch.float32))
+        for name in both
+    ):
+        raise ValueError(
+            f"--unquantised {plain.path} has the rounded weights of --checkpoint {stored.path}: "
+            "storage would seem to cost nothing; name the folder `unquantised` of the backbone "
+            "stage (that of a drafter stage has the backbone as it is stored)"
+        )
 
 
 def same_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:

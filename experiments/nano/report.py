@@ -4,7 +4,8 @@
         --jobs 2
 
 STORED: the checkpoint as it ships (FP8 and FP4 storage); BF16: the same weights unquantised, the
-control on the same paths. Both are loaded in float32 at fidelity 1. `--only` runs some sections.
+control on the same paths: `unquantised/` of the backbone stage, for that of a drafter stage has the
+backbone as it is stored. Both are loaded in float32 at fidelity 1. `--only` runs some sections.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     p.add_argument("--checkpoint", required=True, help="folder of the stored checkpoint")
-    p.add_argument("--unquantised", required=True, help="folder of the same weights in BF16")
+    p.add_argument("--unquantised", required=True, 
+                   help="folder of the same weights in BF16: the backbone stage's")  # fmt: skip
     p.add_argument("--second-seed", help="stored checkpoint of another training run")
     p.add_argument("--out", type=Path, help="JSON file to write")
     p.add_argument("--quick", action="store_true", help="small sizes, to try the command")
@@ -90,9 +92,11 @@ def check(o: argparse.Namespace) -> None:
         raise ValueError(f"--jobs {o.jobs} --threads {o.threads}: jobs have one thread each")
     if o.out is not None and (o.out.is_dir() or not o.out.parent.is_dir()):
         raise ValueError(f"--out {o.out}: a file in a folder that is there is needed")
-    for wish in ("checkpoint", "unquantised", "second_seed"):
-        if getattr(o, wish) is not None:
-            checks.checkpoint(getattr(o, wish), "--" + wish.replace("_", "-"))
+    opened = {
+        wish: checks.checkpoint(getattr(o, wish), "--" + wish.replace("_", "-"))
+        for wish in ("checkpoint", "unquantised", "second_seed") if getattr(o, wish) is not None
+    }  # fmt: skip
+    checks.not_rounded(opened["unquantised"], opened["checkpoint"])
 
 
 def texts(folders: Sequence[Path] | None, quick: bool) -> Iterator[Sequence[str]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from deepinfer.checkpoint import nano
 from deepinfer.checkpoint.reader import Checkpoint
+from experiments.nano import checks
 from experiments.nano.split import Source
 
 __all__ = ["FOLDER", "checkpoint", "manifest", "unit_of", "write"]
@@ -134,11 +135,7 @@ def checkpoint(source: Path, folder: Path = MODEL) -> dict[str, int]:
             f"{source}: a checkpoint to ship has the files {', '.join(nano.FILES)} and no others; "
             f"this one differs in {apart}; write it with one shard"
         )
-    if held.config.quantization is None:
-        raise ValueError(
-            f"{source} is unquantised: what ships is stored in FP8 and FP4; name the folder "
-            "`stored` that the stage wrote beside it"
-        )
+    checks.stored(held, "--checkpoint")
     sizes = {name: (source / name).stat().st_size for name in nano.FILES}
     if sum(sizes.values()) > MOST_BYTES:
         raise ValueError(f"{source} has {sum(sizes.values()):,} bytes, more than {MOST_BYTES:,}")

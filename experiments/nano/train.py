@@ -13,16 +13,18 @@ takes under nine minutes on an H200. `ship` makes a stored checkpoint the packag
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+
+from deepinfer.checkpoint.reader import Checkpoint
+from deepinfer.engine.weights import fingerprint
 
 from . import agreement, backbone, checks, ship, weights
 from .batches import corpus, pieces
@@ -41,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         "bench": (for_bench, run_bench),
     }[args.stage]  # fmt: skip
     try:
+        if args.stage in ("backbone", "drafter"):
+            checks.no_other_run(args.out)
         _place(args)
         ready = prepare(args)
         if getattr(args, "out", None):
@@ -71,7 +75,7 @@ def _place(args) -> None:
 
 def for_backbone(args):
     """(recipe, config, tokenizer, data), which fit each other."""
-    recipe = _recipe(Backbone(), args.set)
+    recipe = checks.changed(Backbone(), args.set)
     tokenizer, data = _data(args.work)
     config = nano_config(tokenizer)
     checks.recipe_fits(recipe, config, data)
@@ -87,9 +91,10 @@ def run_backbone(args, recipe, config, tokenizer, data) -> None:
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
         capture=args.capture, stop_after=args.seconds,
     )
-    weights.write_both(args.out, config, weights.official(config, held), tokenizer)
+    stored = _write(args, config, held, tokenizer)
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
-    log.row(stage="written", seconds=time.perf_counter() - began, gigabytes=peak)
+    seconds = time.perf_counter() - began
+    log.row(stage="written", seconds=seconds, gigabytes=peak, stored=stored)
 
 
 def _log(args, recipe: Any) -> Log:
@@ -102,13 +107,21 @@ def _log(args, recipe: Any) -> Log:
     return log
 
 
+def _write(args, config, held, tokenizer) -> str:
+    """Write what a stage trained. The fingerprint of the stored checkpoint, which binds the log to
+    its weights."""
+    weights.write_both(args.out, config, weights.official(config, held), tokenizer)
+    return fingerprint(Checkpoint.open(Path(args.out) / "stored"))
+
+
 # ------------------------------------------------------------------------------------ the drafter
 
 
 def for_drafter(args):
     """(recipe, checkpoint, tokenizer, data), which fit each other."""
-    recipe = _recipe(Drafter(), args.set)
+    recipe = checks.changed(Drafter(), args.set)
     checkpoint = checks.checkpoint(args.backbone, "--backbone")
+    checks.stored(checkpoint, "--backbone")
     tokenizer, data = _data(args.work)
     checks.same_vocabulary(checkpoint, tokenizer)
     checks.recipe_fits(recipe, checkpoint.config, data)
@@ -126,8 +139,8 @@ def run_drafter(args, recipe, checkpoint, tokenizer, data) -> None:
         model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
         capture=args.capture, stop_after=args.seconds,
     )
-    weights.write_both(args.out, config, weights.official(config, held), tokenizer)
-    log.row(stage="written", seconds=time.perf_counter() - began)
+    stored = _write(args, config, held, tokenizer)
+    log.row(stage="written", seconds=time.perf_counter() - began, stored=stored)
 
 
 # ------------------------------------------------------------------------------------ other stages
@@ -208,25 +221,6 @@ def _data(work: str | Path):
         ) from error
 
 
-def _recipe(recipe: Any, changes: list[str]) -> Any:
-    """The recipe with `name=value` changes; values are Python literals."""
-    known = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
-    values = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        try:
-            value = ast.literal_eval(text)
-        except (SyntaxError, ValueError):
-            value = None
-        held = known.get(name)
-        if isinstance(held, float) and isinstance(value, int):
-            value = float(value)
-        if held is None or type(value) is not type(held):
-            raise ValueError(f"--set {change}: the recipe has {known}")
-        values[name] = value
-    return replace(recipe, **values)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.nano.train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     stages = parser.add_subparsers(dest="stage", required=True)
     for name in ("backbone", "drafter"):
         p = stages.add_parser(name)
-        p.add_argument("--out", required=True)
+        p.add_argument("--out", required=True, help="a folder without the log of another run")
         p.add_argument("--seed", type=int, default=0)
         p.add_argument(
             "--seconds", type=_positive(float), help="end the stage after so many seconds"

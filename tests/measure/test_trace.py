@@ -326,3 +326,14 @@ def test_an_edit_reaches_later_steps_through_a_packed_cache(engine):
     floats, packed = last(packed_cache=False), last(packed_cache=True)
     torch.testing.assert_close(packed, floats, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(floats, engine.logits(ids)[-1])
+
+
+def test_zeros_in_what_a_mechanism_gives_take_it_away(engine):
+    """Without Engram's value the streams pass by as they came."""
+    layer = f"layers.{engine.config.engram_layer_ids[0]}"
+    with engine.trace(f"{layer}.in", f"{layer}.engram.streams") as t:
+        engine.logits(list(range(5, 25)))
+        with engine.trace(f"{layer}.engram.value", edit=lambda x, at: x * 0):
+            engine.logits(list(range(5, 25)))
+    came, left = (t[f"{layer}.{name}"].as_subclass(torch.Tensor) for name in ("in", "engram.streams"))
+    assert torch.equal(came, left[20:].repeat(2, 1, 1)) and not torch.equal(came, left)

@@ -20,7 +20,7 @@ from deepinfer.checkpoint import nano
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.engine.weights import fingerprint
 from experiments.nano.card import figures, model, training
-from experiments.nano.card.inputs import Results, Runs, read_runs
+from experiments.nano.card.inputs import Results, Runs, read_runs, there
 from experiments.nano.card.markdown import paragraph
 
 WORK = Path(__file__).parents[1] / "work"
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         checkpoint = Checkpoint.open(o.checkpoint)
         results, runs = Results(o.results), read_runs(o.log)
+        if o.paths is not None:
+            there(o.paths, "--paths", "`train paths` writes paths.json into its --out")
         paths = None if o.paths is None else json.loads(o.paths.read_text("utf-8"))
         text = card(checkpoint, results, runs, paths=paths, work=o.work, trial=o.trial)
     except (OSError, ValueError) as error:
@@ -63,8 +65,8 @@ def card(
     checkpoint: Checkpoint, results: Results, runs: Runs, *, paths: list[dict] | None, work: Path,
     trial: bool,
 ) -> str:  # fmt: skip
-    """The card's text. ValueError where the results are not of these weights, unless it is a trial."""
-    wrong = doubts(checkpoint, results)
+    """The card's text. ValueError where results or log are not of these weights, unless a trial."""
+    wrong = doubts(checkpoint, results, runs)
     if wrong and not trial:
         raise ValueError("; ".join(wrong) + "; --trial writes a card that says so")
     lines = ["# nano: a small DeepSeek-V4.1, trained on Python's standard library", ""]
@@ -81,12 +83,14 @@ def card(
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def doubts(checkpoint: Checkpoint, results: Results) -> list[str]:
-    """Why the results are not this checkpoint's figures."""
-    found, facts = [], results.facts
+def doubts(checkpoint: Checkpoint, results: Results, runs: Runs) -> list[str]:
+    """Why the results are not this checkpoint's figures, and the last log not its training's."""
+    found, facts, mine = [], results.facts, fingerprint(checkpoint)
+    wrote = runs.last.stored if runs.last else None  # older logs do not say
+    if wrote not in (None, mine):
+        found.append(f"the last stage's log is of weights {wrote}, the checkpoint is {mine}")
     if not facts:
         return found
-    mine = fingerprint(checkpoint)
     if facts["stored"] != mine:
         found.append(f"the report is of weights {facts['stored']}, the checkpoint is {mine}")
     if facts.get("quick"):

@@ -32,8 +32,8 @@ class Run:
     stage: "backbone" or "drafter". recipe: {name: value}, as it was when the stage ran. steps: the
     logged training steps; dev: measurements on dev text; own: texts the target wrote to train the
     drafter on. seconds, peak_gb: of the whole stage and the most memory held, None where it did not
-    finish or did not say. stopped: the step at which a time limit ended it, or None; limit: that
-    limit in seconds.
+    finish or did not say; stored: the fingerprint of the checkpoint it wrote, likewise. stopped:
+    the step at which a time limit ended it, or None; limit: that limit in seconds.
     """
 
     stage: str
@@ -48,6 +48,7 @@ class Run:
     peak_gb: float | None
     stopped: int | None
     limit: float | None
+    stored: str | None = None
 
     @property
     def tokens_a_step(self) -> int:
@@ -62,6 +63,7 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """A stage's log.jsonl. ValueError where it is no such log, or lacks what the card tells."""
     path = Path(path)
+    there(path, "--log", "a training stage writes log.jsonl into its --out")
     try:
         rows = log.read(path)
     except json.JSONDecodeError as error:
@@ -85,8 +87,15 @@ def read_run(path: str | Path) -> Run:
     return Run(
         stage, start["seed"], recipe, start["torch"], start.get("device"), tuple(of[stage]),
         tuple(of["dev"]), tuple(own), end.get("seconds"), end.get("gigabytes"),
-        stopped.get("step"), stopped.get("seconds"),
+        stopped.get("step"), stopped.get("seconds"), end.get("stored"),
     )  # fmt: skip
+
+
+def there(path: Path, wish: str, whence: str) -> None:
+    """ValueError where the file that an option names is not there."""
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "no such file"
+        raise ValueError(f"{wish} {path}: {found}; {whence}")
 
 
 _STAGES = ("backbone", "drafter", "dev", "written", "stopped")
@@ -129,6 +138,11 @@ class Runs:
     def shipped(self) -> list[Run]:
         """The stages that made the shipped weights, in order."""
         return [run for run in (self.backbone, self.drafter, self.more) if run is not None]
+
+    @property
+    def last(self) -> Run | None:
+        """The stage that wrote what ships, a drafter's; None without its log."""
+        return self.more or self.drafter
 
     @property
     def drafted(self) -> Run | None:
@@ -185,6 +199,7 @@ class Results:
         if path is None:
             return
         path = Path(path)
+        there(path, "--results", "`python -m experiments.nano.report` writes it with its --out")
         try:
             self._tables = findings.read(path)
         except json.JSONDecodeError as error:

@@ -65,7 +65,7 @@ def section(runs: Runs) -> list[str]:
 
 def course(run: Run) -> str:
     """What happened, in sentences."""
-    said = [f"Seed {run.seed}, {run.last_step:,} steps"]
+    said = [f"Seed {run.seed}, {run.last_step:,} step{'s' * (run.last_step != 1)}"]
     if run.stage == "backbone":
         said[0] += f" of {run.tokens_a_step:,} tokens, {millions(run.last_step, run)} M in all"
     where = f"on {run.device}, torch {run.torch}" if run.device else f"torch {run.torch}"
@@ -73,7 +73,8 @@ def course(run: Run) -> str:
     if run.seconds is None:
         said.append("the stage had not finished when its log was read")
     else:
-        said.append(f"{run.seconds:.0f} s with compilation")
+        compiled = run.device not in (None, "cpu")  # the default there
+        said.append(f"{run.seconds:.0f} s" + " with compilation" * compiled)
     if run.peak_gb:
         said.append(f"at most {md.number(run.peak_gb)} GiB of memory")
     text = "; ".join(said) + "."
@@ -91,11 +92,11 @@ def course(run: Run) -> str:
 def epochs(last: Row) -> str:
     """How often each kind of text had been begun at a logged step."""
     kinds = {"library": "library text", "tests": "test suites", "renamed": "the renamed copies"}
-    said = [
-        f"{words} for the {ordinal(last[f'{kind}_epochs'])} time"
-        for kind, words in kinds.items() if f"{kind}_epochs" in last
-    ]
-    return f" In its last step it read {', '.join(said)}." if said else ""
+    times = {words: last.get(f"{kind}_epochs") for kind, words in kinds.items()}
+    said = [f"{words} for the {ordinal(n)} time" for words, n in times.items() if n]
+    never = [words for words, n in times.items() if n == 0]
+    text = f" In its last step it read {', '.join(said)}." if said else ""
+    return text + (f" It never read {', '.join(never)}." if never else "")
 
 
 def millions(step: int, run: Run) -> str:

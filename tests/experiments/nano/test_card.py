@@ -16,8 +16,8 @@ from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.display.numbers import fmt
 from deepinfer.engine.weights import fingerprint
 from deepinfer.measure.table import Table
-from experiments.nano import card, findings, plots, report, train
-from experiments.nano.card import model
+from experiments.nano import card, checks, findings, plots, report, train
+from experiments.nano.card import model, training
 from experiments.nano.card.inputs import Results, read_run, read_runs
 from experiments.nano.config import Backbone, Drafter
 
@@ -332,8 +332,8 @@ def test_the_commands_remake_the_recipes(files):
     assert [(p.stage, getattr(p, "seed", None)) for p in parsed] == [
         ("backbone", 5), ("drafter", 5), ("backbone", 6), ("paths", None), ("ship", None),
     ]  # fmt: skip
-    assert train._recipe(Backbone(), parsed[0].set) == BACKBONE
-    assert train._recipe(Drafter(), parsed[1].set) == DRAFTER
+    assert checks.changed(Backbone(), parsed[0].set) == BACKBONE
+    assert checks.changed(Drafter(), parsed[1].set) == DRAFTER
     assert parsed[1].seconds == 77 and parsed[0].seconds is None
     assert parsed[1].backbone == parsed[0].out + "/stored"
     assert parsed[3].checkpoint == parsed[4].checkpoint == parsed[1].out + "/stored"
@@ -362,10 +362,14 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
     drawn = plots.drafter(read_runs(logs)).axes[0]
     shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
     assert list(shown.get_xdata()) == [40, 80]
+    assert [row["step"] for row in read_runs(logs).drafted.steps] == [20, 40, 60, 80, 100]
     joint = next(x for x in drawn.lines if x.get_label().startswith("went on"))
     assert list(joint.get_xdata()) == [40, 40]
     assert make(files, logs=[files.logs[0], logs[2]])[0] == 2
     assert "the log of that one comes before it" in capsys.readouterr().err
+    again = write_log(tmp_path / "e" / "log.jsonl", more, 8)
+    assert make(files, logs=[*logs, again])[0] == 2
+    assert "there is one such stage" in capsys.readouterr().err
 
 
 def test_what_was_read_and_where_paths_and_seeds_differ(files):
@@ -429,6 +433,14 @@ def test_a_recipe_that_the_code_no_longer_knows_is_said(files, tmp_path):
     assert "other code than today's" in text and "`muon_decay`, `weight_decay`" in text
 
 
+def test_a_drafter_before_there_was_a_choice_started_afresh(files, tmp_path):
+    path = write_log(tmp_path / "log.jsonl", DRAFTER, 5)
+    path.write_text(path.read_text().replace("fresh=True, ", ""))
+    runs = read_runs([files.logs[0], path])
+    assert runs.drafter.recipe["fresh"] and runs.more is None
+    assert "other code than today's" not in make(files, logs=[files.logs[0], path])[1]
+
+
 def test_a_log_counts_from_its_last_start(files, tmp_path):
     path = write_log(tmp_path / "log.jsonl", BACKBONE, 5)
     again = write_log(tmp_path / "again.jsonl", DRAFTER, 8, finished=False)
@@ -451,6 +463,62 @@ def test_a_file_that_is_no_log_is_one_line(files, tmp_path, capsys, text, wrong)
     assert make(files, logs=[tmp_path / "log.jsonl"])[0] == 2
     said = capsys.readouterr().err
     assert wrong in said and len(said.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_a_sentence(files, tmp_path, capsys):
+    gone = tmp_path / "gone.json"
+    for path, found in ((gone, "no such file"), (tmp_path, "a folder")):
+        cases = (("--log", "log.jsonl into its --out", dict(logs=[path]), ()),
+                 ("--results", "experiments.nano.report", dict(report=path), ()),
+                 ("--paths", "`train paths`", {}, ("--paths", path)))  # fmt: skip
+        for option, whence, inputs, more in cases:
+            assert make(files, *more, **inputs)[0] == 2
+            said = [capsys.readouterr().err]
+            if option != "--paths":
+                assert plots.main([option, str(path), "--out", str(tmp_path / "plots")]) == 2
+                said.append(capsys.readouterr().err)
+            for text, command in zip(said, ("card", "plots")):
+                assert text.startswith(f"{command}: {option} {path}: {found}; ")
+                assert whence in text and "Errno" not in text and len(text.splitlines()) == 1
+
+
+def test_a_log_of_other_weights_is_refused(files, tmp_path, capsys):
+    """The last stage's says which weights it wrote: an earlier one's are others."""
+    mine, rows = fingerprint(files.checkpoint), files.logs[1].read_text().splitlines()
+    logs = {}
+    for name, wrote in (("same", mine), ("other", "feedfacefeedface")):
+        logs[name] = tmp_path / f"{name}.jsonl"
+        end = json.dumps({**json.loads(rows[-1]), "stored": wrote})
+        logs[name].write_text("\n".join([*rows[:-1], end]) + "\n")
+    first = files.logs[0]
+    assert make(files, logs=[first, logs["same"]])[1] == make(files, logs=files.logs[:2])[1]
+    assert make(files, logs=[first, logs["other"]])[0] == 2
+    said = capsys.readouterr().err
+    assert f"log is of weights feedfacefeedface, the checkpoint is {mine}" in said
+    text = make(files, "--trial", logs=[first, logs["other"]])[1]
+    assert "A trial of the card" in text and "feedfacefeedface" in text
+    more = write_log(tmp_path / "more.jsonl", Drafter(steps=20, rows=5, length=32, fresh=False), 8)
+    assert make(files, logs=[first, logs["other"], more])[0] == 0  # the last one does not say
+
+
+def test_the_course_of_a_short_stage_in_words(files, tmp_path):
+    path = write_log(tmp_path / "log.jsonl", BACKBONE, 5)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    step = {**next(row for row in rows if row["stage"] == "backbone"), "step": 1}
+    step |= {"library_epochs": 1, "tests_epochs": 0, "renamed_epochs": 0}
+
+    def course(device):
+        start = rows[0] if device is None else {**rows[0], "device": device}
+        path.write_text("".join(json.dumps(x) + "\n" for x in (start, step, rows[-1])))
+        return training.course(read_run(path))
+
+    assert "Seed 5, 1 step of" in course(None)
+    assert course(None).endswith(
+        "In its last step it read library text for the 1st time. It never read test suites, the "
+        "renamed copies."
+    )
+    assert "with compilation" in course("GPU X")
+    assert not any("with compilation" in course(x) for x in (None, "cpu"))
 
 
 def test_two_logs_of_one_seed_are_refused(files, capsys):

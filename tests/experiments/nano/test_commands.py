@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 from deepinfer.checkpoint import nano
+from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.weights import fingerprint
 from experiments.nano import agreement, backbone, drafter, ship, train, weights
-from experiments.nano.config import small_config
+from experiments.nano.config import Backbone, Drafter, small_config
+from experiments.nano.log import read
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +88,35 @@ BAD = [
     ("bias_rates=((0.5,0.1),)", "the last until 1.0"), ("bias_rates=()", "pairs"),
     ("bias_rates=(1,2)", "pairs"), ("library_shares=((1.0,1.5),)", "at most 1"),
     ("unseen=(0.1,)", "3 n-gram sizes"), ("unseen=(1.0,2.0,3.0)", "3 n-gram sizes"),
-    ("steps='x'", "the recipe has"), ("step=3", "the recipe has"), ("steps", "the recipe has"),
+    ("steps=three", "steps is an integer, as in steps=4500, and 'three' is none"),
+    ("steps='x'", "steps is an integer"), ("steps", "steps is an integer"),
+    ("steps=1.5", "steps is an integer"), ("rows=True", "rows is an integer"),
+    ("dropout=True", "dropout is a number"), ("clip=" + "9" * 400, "clip is a number"),
+    ("unseen=0.1", "unseen is a tuple"), ("unseen={[]: 1}", "unseen is a tuple"),
     ("renamed=1.5", "0 to 1"), ("renamed=-0.1", "0 to 1"),
     ("length=8192", "the corpus has 4,200 dev tokens, at least 8,193"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, why", BAD, ids=[change for change, _ in BAD])
+@pytest.mark.parametrize("change, why", BAD, ids=[change[:30] for change, _ in BAD])
 def test_a_recipe_that_cannot_run_is_refused_at_once(call, change, why, tmp_path):
     for stage in ("backbone", "bench"):
         status, said = call(stage, "--set", change)
         assert status == 2 and why in said and said.startswith(f"train {stage}: ")
         assert len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_name_gets_near_ones_and_the_list(call, trained):
+    stored = ["--backbone", str(trained / "stored")]
+    for stage, more, names in (("backbone", [], Backbone()), ("drafter", stored, Drafter())):
+        for change, near in (("step=3", " (near: steps"), ("zzz=1", "; it has")):
+            status, said = call(stage, *more, "--set", change)
+            name = change.partition("=")[0]
+            assert status == 2 and f"the {stage} recipe has no '{name}'{near}" in said
+            first, *lines = said.splitlines()
+            assert len(lines) > 1 and max(map(len, lines)) <= 100
+            assert " ".join(x.strip() for x in lines).split(", ") == list(vars(names))
 
 
 @pytest.mark.parametrize("change, why", [
@@ -130,6 +149,42 @@ def test_what_is_no_checkpoint_is_refused_at_once(call, trained, tmp_path):
         with pytest.raises(AssertionError, match="it began"):
             call(stage, option, str(trained / "stored"))
     assert call("paths", "--checkpoint", str(trained / "stored"), "--rows", "0")[0] == 2
+
+
+def test_a_drafter_wants_a_stored_backbone(call, trained):
+    status, said = call("drafter", "--backbone", str(trained / "unquantised"))
+    assert status == 2 and said.startswith("train drafter: --backbone ")
+    assert "is unquantised" in said and "`stored`" in said and len(said.splitlines()) == 1
+
+
+def test_a_folder_with_a_log_is_left_alone(call, trained, tmp_path):
+    log = tmp_path / "out" / "log.jsonl"
+    log.parent.mkdir()
+    log.write_text("as it was")
+    for stage, more in (("backbone", []), ("drafter", ["--backbone", str(trained / "stored")])):
+        status, said = call(stage, *more)
+        assert status == 2 and f"--out {log.parent} holds the log of another run" in said
+        assert "delete" in said and len(said.splitlines()) == 1 and log.read_text() == "as it was"
+        with pytest.raises(AssertionError, match="it began"):
+            call(stage, *more, "--out", str(tmp_path / stage))
+
+
+@pytest.mark.parametrize("stage", ["backbone", "drafter"])
+def test_a_log_ends_with_the_fingerprint_of_what_was_written(
+    work, trained, tmp_path, monkeypatch, stage
+):
+    state = weights.initial(small_config(tiny_tokenizer()), 3)
+    monkeypatch.setattr(train, "nano_config", small_config)
+    for module in (backbone, drafter):
+        monkeypatch.setattr(module, "train", lambda *_, **__: {})
+    monkeypatch.setattr(weights, "official", lambda *_: state)
+    more = ["--backbone", str(trained / "stored")] if stage == "drafter" else []
+    begin = ["--device", "cpu", "--work", str(work), stage, "--out", str(tmp_path / "out")]
+    assert train.main([*begin, *more]) == 0
+    last = read(tmp_path / "out" / "log.jsonl")[-1]
+    assert last["stage"] == "written"
+    assert last["stored"] == fingerprint(Checkpoint.open(tmp_path / "out" / "stored"))
+    assert last["stored"] != fingerprint(Checkpoint.open(trained / "stored"))
 
 
 def test_a_corpus_without_renamed_text_is_refused_where_it_is_wanted(call, work, tmp_path):

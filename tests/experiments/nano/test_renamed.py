@@ -134,6 +134,17 @@ def test_a_name_that_the_pool_cannot_replace_stays(everything):
     assert len({"a", "i", "j", "k", "m"} & set(names)) == 3
 
 
+def test_a_new_name_is_no_word_of_the_text(everything):
+    """Of code, comment or string, and none that something else of the text is renamed to."""
+    text = "one = two  # three\nprint('four', self.six)\n"
+    pool = pool_of(["one = two = three = four = five = six = seven = eight = 1\n"])
+    for seed in range(20):
+        names = re.findall(r"\w+", renamed(text, pool, np.random.default_rng(seed)))
+        assert names[2:5] == ["three", "print", "four"]
+        new = {names[0], names[1], names[6]}
+        assert len(new) == 3 and {"five", "seven", "eight"} == new
+
+
 @pytest.mark.parametrize("text", ["print `x`\n", "x = (\n", "if x:\n    y\n  z\n", "x = '\n", ""])
 def test_what_is_no_python_3_stays(text, everything):
     assert renamed(text, POOL, np.random.default_rng(0)) == text

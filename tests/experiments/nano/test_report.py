@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
-from experiments.nano import evaluation, findings, quality, report, routing, texts
+from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
+from experiments.nano import evaluation, findings, quality, report, routing, texts, weights
+from experiments.nano.config import small_config
 from torch import Tensor
 
 BOS = 0
@@ -141,6 +144,36 @@ def test_a_missing_checkpoint_is_one_line(folders, capsys):
     root = folders[0]
     bad = report.main(["--checkpoint", str(root / "nowhere"), "--unquantised", str(root)])
     assert bad == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_control_with_the_rounded_weights_is_refused(folders, capsys, monkeypatch, tmp_path):
+    """That of a drafter stage: the backbone is the stored one, the drafter is not."""
+    root, stored, plain = folders
+    config = small_config(tiny_tokenizer())
+    state = weights.initial(config, 0)
+    weights.write_both(tmp_path / "one", config, state, tiny_tokenizer())
+    rounded = Checkpoint.open(tmp_path / "one" / "stored")
+    other = weights.initial(config, 1)
+    after = {
+        name: other[name] if name.startswith("mtp.") else rounded.read(name, torch.float32)
+        for name in state
+    }
+    weights.write_both(tmp_path / "two", config, after, tiny_tokenizer())
+
+    def loaded(*_):
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(report, "load", loaded)
+    ship = str(tmp_path / "two" / "stored")
+    pairs = ((ship, tmp_path / "two" / "unquantised"), (ship, ship), (str(stored), stored))
+    for checkpoint, control in pairs:
+        assert run(folders, "--checkpoint", checkpoint, "--unquantised", str(control)) == 2
+        said = capsys.readouterr().err
+        assert f"--unquantised {control} has the rounded weights" in said
+        assert "`unquantised` of the backbone stage" in said and len(said.splitlines()) == 1
+    for checkpoint, control in ((ship, tmp_path / "one" / "unquantised"), (str(stored), plain)):
+        with pytest.raises(AssertionError, match="it began"):
+            run(folders, "--checkpoint", checkpoint, "--unquantised", str(control))
 
 
 def test_what_would_fail_later_is_refused_at_once(folders, capsys, monkeypatch, tmp_path):

@@ -27,10 +27,10 @@ def opened(eng, what):
 
 def test_without_engram_the_streams_pass_by(eng, docs):
     ids = [BOS, *docs[0].ids]
-    with opened(eng, "Engram") as e, e.trace("layers.*.in", "layers.*.engram.out") as t:
+    with opened(eng, "Engram") as e, e.trace("layers.*.in", "layers.*.engram.streams") as t:
         e.logits(ids)
     for i in eng.config.engram_layer_ids:
-        before, after = t[f"layers.{i}.in"], t[f"layers.{i}.engram.out"]
+        before, after = t[f"layers.{i}.in"], t[f"layers.{i}.engram.streams"]
         assert torch.equal(before.as_subclass(Tensor), after.as_subclass(Tensor))
 
 

@@ -348,6 +348,18 @@ def test_the_drafter_learns_from_three_kinds_of_text(drafted):
     assert rows_from(text["sampled"].text, 850, 900) == 0 and text["sampled"].rows == 8
 
 
+def test_a_share_of_the_drafters_library_rows_has_other_names():
+    """Half of the rows is library text, over the steps where a step has too few to share."""
+    source = drafter.Source("corpus", None, 0, 3, 40)
+    names, spans = ("library", "tests", "renamed"), ((5, 100), (500, 600), (300, 400))
+    for renamed, wanted in ((0.2, (0.4, 0.5, 0.1)), (0.0, (0.5, 0.5, 0.0))):
+        streams = [backbone.Stream(DATA[n], 0) for n in names[: 3 if renamed else 2]]
+        rows = [drafter._rows(source, streams, renamed, torch.Generator(), i) for i in range(200)]
+        assert all(ids.shape == (3, 41) for ids in rows)
+        found = [np.mean([rows_from(ids, *span) / 3 for ids in rows]) for span in spans]
+        assert np.allclose(found, wanted, atol=0.01)
+
+
 def test_what_the_target_is_asked_to_write(drafted):
     """Short prompts at rising temperatures, and half of what came of them, greedily."""
     plan, ((prompts, heat), (starts, cold)), _, _ = drafted
