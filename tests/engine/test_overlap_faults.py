@@ -118,7 +118,7 @@ def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, ro
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_steps_with_faults_leave_nothing_behind(monkeypatch, scheduler, seed):
     eng = test_serving.walk(
-        seed, 16000, monkeypatch, num_pages=11 + seed, max_num_seqs=4, verifier=Fixed(3 * seed),
+        seed, 18000, monkeypatch, num_pages=11 + seed, max_num_seqs=4, verifier=Fixed(3 * seed),
         scheduler=scheduler, max_num_batched_tokens=(None, 12)[seed], overlap=True,
         prefix_cache=seed == 0,
     )  # fmt: skip
