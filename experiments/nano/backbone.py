@@ -17,7 +17,7 @@ from deepinfer.model.stack import Layer, Model
 from deepinfer.slots.protocols import RowSet
 
 from . import fast, weights
-from .batches import Split, Stream, mixed, pieces
+from .batches import Split, mixed, pieces, trained_shares, trained_streams
 from .config import Backbone
 from .graphs import Captured
 from .log import Log
@@ -161,8 +161,7 @@ def train(
         trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
         {"attn_sink": r.sink_rate}, r.clip,
     )
-    names = ("library", "tests", "renamed") if r.renamed else ("library", "tests")
-    streams = {name: Stream(data[name], seed + i) for i, name in enumerate(names)}
+    streams = trained_streams(data, r.renamed, seed)
     balance = Balance(model.layers, r.bias_rates)
     short = replace(r, rows=r.rows * r.length // r.dense_length, length=r.dense_length)
     steps = {
@@ -178,7 +177,7 @@ def train(
         share = next(share for until, share in r.library_shares if done <= until)
         dense = step < r.dense * r.steps
         size = short if dense else r
-        shares = [share * (1 - r.renamed), 1 - share, share * r.renamed][: len(streams)]
+        shares = trained_shares(share, r.renamed)
         ids = torch.from_numpy(
             mixed(list(streams.values()), shares, size.rows, size.length + 1, step)
         )

@@ -65,6 +65,18 @@ class Stream:
         self.epoch += 1
 
 
+def trained_streams(data: dict[str, Split], renamed: float, seed: int) -> dict[str, Stream]:
+    """What training text is drawn from; renamed library text only where it has a share."""
+    names = ("library", "tests", "renamed") if renamed else ("library", "tests")
+    return {name: Stream(data[name], seed + i) for i, name in enumerate(names)}
+
+
+def trained_shares(library: float, renamed: float) -> list[float]:
+    """Their shares of the rows: library text, and of that the renamed part."""
+    shares = [library * (1 - renamed), 1 - library, library * renamed]
+    return shares if renamed else shares[:2]
+
+
 def mixed(
     streams: list[Stream], shares: list[float], rows: int, length: int, step: int = 0
 ) -> np.ndarray:

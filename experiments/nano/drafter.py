@@ -12,7 +12,7 @@ from deepinfer.model.stack import Model
 
 from . import draft_loss, fast, weights, written
 from .backbone import Balance, Training
-from .batches import Split, Stream, mixed, pieces
+from .batches import Split, Stream, mixed, pieces, trained_shares, trained_streams
 from .config import Drafter
 from .graphs import Captured
 from .log import Log
@@ -63,8 +63,7 @@ def train(
         )
         for s in sources for rounding in roundings
     }
-    names = ("library", "tests", "renamed") if r.renamed else ("library", "tests")
-    streams = [Stream(data[name], seed + 2 + i) for i, name in enumerate(names)]
+    streams = list(trained_streams(data, r.renamed, seed + 2).values())
     order, shares = torch.Generator().manual_seed(seed), torch.tensor(r.shares)
     last = time.perf_counter()
     for step in range(r.steps):
@@ -198,7 +197,7 @@ def _rows(
 ) -> Tensor:
     """[rows, length + 1] ids of a source; a half of the corpus rows is library text."""
     if source.text is None:
-        shares = [0.5 * (1 - renamed), 0.5, 0.5 * renamed][: len(streams)]
+        shares = trained_shares(0.5, renamed)
         return torch.from_numpy(mixed(streams, shares, source.rows, source.length + 1, step))
     at = torch.randperm(len(source.text), generator=order)[: source.rows]
     return source.text[at.to(source.text.device)]

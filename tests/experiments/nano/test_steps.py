@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 
 from experiments.nano import backbone, draft_loss, drafter, fast, weights, written
-from experiments.nano.batches import Split, pieces
+from experiments.nano.batches import Split, Stream, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
 from experiments.nano.log import Log, read
 from experiments.nano.muon import Optimiser, schedule
@@ -353,7 +353,7 @@ def test_a_share_of_the_drafters_library_rows_has_other_names():
     source = drafter.Source("corpus", None, 0, 3, 40)
     names, spans = ("library", "tests", "renamed"), ((5, 100), (500, 600), (300, 400))
     for renamed, wanted in ((0.2, (0.4, 0.5, 0.1)), (0.0, (0.5, 0.5, 0.0))):
-        streams = [backbone.Stream(DATA[n], 0) for n in names[: 3 if renamed else 2]]
+        streams = [Stream(DATA[n], 0) for n in names[: 3 if renamed else 2]]
         rows = [drafter._rows(source, streams, renamed, torch.Generator(), i) for i in range(200)]
         assert all(ids.shape == (3, 41) for ids in rows)
         found = [np.mean([rows_from(ids, *span) / 3 for ids in rows]) for span in spans]
