@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer import kernels
 from deepinfer.config import EngineConfig
 from deepinfer.engine import opening, scheduler, teacher, weights
-from deepinfer.engine.facts import EngineFacts
+from deepinfer.engine.background import InBackground
 from deepinfer.engine.loop import Loop
 from deepinfer.engine.params import Sampling, SamplingParams, params_list, require_salt, require_timeout
 from deepinfer.engine.request import (
@@ -35,6 +35,7 @@ from deepinfer.engine.settings import (
 )
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
+from deepinfer.engine.turns import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
 
 
-class Engine(EngineFacts):
+class Engine(InBackground):
     """One model, six slots, one cache. Make it with nano, tiny or from_pretrained, not by hand.
 
     Engines made by `with_` share weights and tokenizer, nothing else. Usable as a context manager;
@@ -68,6 +69,7 @@ class Engine(EngineFacts):
         self._closed = False
         self._loop: Loop | None = None
         self._traces: list[Trace] = []
+        self._turns = Turns()  # whoever touches the loop does it in turn
 
     # ------------------------------------------------------------------------------------ making
 
@@ -187,9 +189,10 @@ class Engine(EngineFacts):
         """
         return self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt).id
 
+    @in_turn
     def step(self) -> list[Completion]:
-        """Run one step (nothing, when nothing waits); returns the requests it finished. With
-        overlap=True a call launches a step and gives the results of the one before."""
+        """Run one step (nothing, when nothing waits); returns the requests it finished (not those of
+        a Background). With overlap=True a call launches a step and gives the results of the one before."""
         self._step()
         requests = self._open().requests
         finished = [r for r in requests.values() if r.finished]
@@ -207,6 +210,7 @@ class Engine(EngineFacts):
         """Requests waiting or running, or finished with their completion not handed out by `step` yet."""
         return len(self.requests)
 
+    @in_turn
     def abort(self, id: int) -> Completion:
         """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
         request = self._known(id)
@@ -214,6 +218,7 @@ class Engine(EngineFacts):
         return self._completion(id, request)
 
     @completes(Sampling)
+    @in_turn
     def fork(
         self, id: int, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
     ) -> int:
@@ -229,7 +234,9 @@ class Engine(EngineFacts):
             params = dataclasses.replace(parent.params, **{"seed": None, **sampling})
         elif sampling:
             params = params_list(params, sampling, 1)[0]  # says that it is one or the other
-        return self._open().fork(parent, params).id
+        child = self._open().fork(parent, params)
+        self._work_came()
+        return child.id
 
     def _known(self, id: int) -> Request:
         requests = self.requests
@@ -265,27 +272,37 @@ class Engine(EngineFacts):
         finally:
             self._forget(request)
 
+    @in_turn
     def _add(
         self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
     ) -> Request:
         loop = self._open()
         deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
-        return loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
+        request = loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
+        self._work_came()
+        return request
 
+    @in_turn
     def _step(self) -> None:
-        self._open().step()
+        try:
+            self._open().step()
+        finally:
+            self._requests_changed()
 
+    @in_turn
     def _forget(self, request: Request) -> None:
         if self._loop is not None:
             self._loop.forget(request)
         elif not request.finished:  # the engine was closed meanwhile
             request.finish("abort")
+        self._requests_changed()
 
     def _completion(self, index: int, request: Request) -> Completion:
         return completion(index, request, self._shared.tokenizer)
 
     # --------------------------------------------------------------------------- teacher forcing
 
+    @in_turn
     def logits(
         self, token_ids: str | Sequence[int], prompt: int | None = None, chunks: Sequence[int] | None = None
     ) -> Tensor:
@@ -328,12 +345,6 @@ class Engine(EngineFacts):
 
         return Trace(self, patterns or ("*",), edit, keep)
 
-    def trace_names(self) -> list[str]:
-        """Every name that can be traced, in the order of the walk."""
-        from deepinfer.measure.trace import trace_names
-
-        return trace_names(self.config, self._slots["verifier"].max_draft > 0)
-
     # -------------------------------------------------------------------------------- life cycle
 
     @property
@@ -355,7 +366,11 @@ class Engine(EngineFacts):
         return self._loop
 
     def close(self) -> None:
-        """Free the cache and drop unfinished requests. The weights live while another engine uses them."""
+        """Free the cache, drop unfinished requests, a Background's too. Weights live on in other engines."""
+        self._close_background()
+        self._turns.run(self._free)
+
+    def _free(self) -> None:
         loop, self._runtime, self._loop = self._loop, None, None
         self._closed = True
         if loop is not None:
@@ -382,13 +397,3 @@ class Engine(EngineFacts):
         from deepinfer.measure.provenance import of_engine
 
         return of_engine(self)
-
-    def __repr__(self) -> str:
-        from deepinfer.display.engine import engine_text
-
-        return engine_text(self)
-
-    def _repr_html_(self) -> str:
-        from deepinfer.display.engine import engine_html
-
-        return engine_html(self)

@@ -128,3 +128,19 @@ class EngineFacts:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def trace_names(self) -> list[str]:
+        """Every name that can be traced, in the order of the walk."""
+        from deepinfer.measure.trace import trace_names
+
+        return trace_names(self.config, self._slots["verifier"].max_draft > 0)
+
+    def __repr__(self) -> str:
+        from deepinfer.display.engine import engine_text
+
+        return engine_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.engine import engine_html
+
+        return engine_html(self)

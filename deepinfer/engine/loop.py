@@ -126,12 +126,13 @@ class Loop:
         rt.scheduler.add(request)
         return request
 
-    def forget(self, request: Request) -> None:
-        """Drop a request; one that has not finished is aborted and gives back what it held."""
+    def forget(self, request: Request, error: Exception | None = None) -> None:
+        """Drop a request; one that has not finished is aborted, or ends with the error, and gives
+        back what it held."""
         self.requests.pop(request.id, None)
         if request.finished:
             return
-        request.finish("abort")
+        request.finish("abort" if error is None else "error", error)
         self.rt.stats.ended(request)
         self.rt.scheduler.release(request)
 

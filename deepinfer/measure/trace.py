@@ -94,11 +94,15 @@ class Trace:
     def __enter__(self) -> Trace:
         if self in self._engine._traces:
             raise RuntimeError("this trace is already entered: make another with eng.trace(...)")
-        self._engine._traces.append(self)
+        self._engine._turns.run(self._engine._traces.append, self)  # between two steps
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine._traces.remove(self)
+        try:
+            self._engine._turns.run(self._engine._traces.remove, self)
+        finally:
+            if self in self._engine._traces:  # interrupted while it waited
+                self._engine._traces.remove(self)
 
     # ------------------------------------------------------------------- what the engine calls
 

@@ -1,0 +1,70 @@
+"""How a Background and a Running look in a terminal and in a notebook. No clock value is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepinfer.display import html
+from deepinfer.display.numbers import counted
+
+if TYPE_CHECKING:
+    from deepinfer.engine.background import Background
+    from deepinfer.engine.request import Request
+    from deepinfer.engine.running import Running
+
+SHOWN_REQUESTS = 20
+SHOWN_CHARACTERS = 60
+COLUMNS = ("id", "state", "prompt", "tokens")
+FAILED = 5  # colour of an error
+
+
+def background_text(b: Background) -> str:
+    """One line: what runs, waits and has ended; the last step's fault, if it had one."""
+    return f"Background({_counts(b)})" + (f"\n{_failure(b)}" if b._failure else "")
+
+
+def background_html(b: Background) -> str:
+    """A table of what it runs."""
+    requests = list(b._owned.values())
+    rows = [
+        (r.id, r.state, len(r.prompt), f"{len(r.output)} of at most {r.params.max_tokens}")
+        for r in requests[:SHOWN_REQUESTS]
+    ]
+    hidden = len(requests) - SHOWN_REQUESTS
+    note = f"and {counted(hidden, 'more request')}" if hidden > 0 else None
+    body = [html.table(COLUMNS, rows, numeric=("id", "prompt", "tokens"), note=note)] if rows else []
+    if b._failure:
+        body.append(html.block(html.chip("error", FAILED), " ", _failure(b)))
+    return html.card("Background", *body, note=_counts(b))
+
+
+def running_text(r: Running) -> str:
+    """Its state, and the end of its text so far."""
+    text, head = r.text, f"Running {r.id}: {_state(r)}"
+    return f"{head}, {_tail(text)!r}" if text else head
+
+
+def running_html(r: Running) -> str:
+    return html.card(f"Running {r.id}", *([html.code(_tail(r.text))] if r.text else []), note=_state(r))
+
+
+def _state(r: Running) -> str:
+    return f"{r.state}, {counted(len(r.token_ids), 'token')}"
+
+
+def _tail(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else "..." + text[-SHOWN_CHARACTERS:]
+
+
+def _counts(b: Background) -> str:
+    owned: list[Request] = list(b._owned.values())
+    running = sum(r.state == "running" for r in owned)
+    ended = ", ".join(f"{n} {reason}" for reason, n in sorted(b._ended.items()))
+    parts = [f"{running} running", f"{len(owned) - running} waiting"]
+    return ", ".join([*(["closed"] if b.closed else parts), f"{b._ended.total()} ended"]) + (
+        f" ({ended})" if ended else ""
+    )
+
+
+def _failure(b: Background) -> str:
+    return f"the last step failed and ended what was added here: {b._failure}; the next add goes on"

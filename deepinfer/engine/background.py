@@ -1,0 +1,283 @@
+"""Background: a thread that steps an engine, so that a cell can add requests while others run.
+
+    with eng.background() as bg:
+        first = bg.add("def read(path):", max_tokens=64)  # returns at once, it runs meanwhile
+        for token in bg.add("class Tree:", max_tokens=64):
+            print(token.text, end="")
+        first.result()
+
+Whoever waits hangs up a bell, and the thread rings it: no lock is held by a cell that waits, so
+interrupting it leaves everything running.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Unpack
+
+from deepinfer.engine.facts import EngineFacts
+from deepinfer.engine.params import Sampling, SamplingParams, params_list
+from deepinfer.engine.request import Request, StreamedToken
+from deepinfer.engine.running import Bells, Running
+from deepinfer.engine.settings import completes
+from deepinfer.engine.turns import Turns, in_turn
+
+if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine
+    from deepinfer.engine.loop import Loop
+
+_LIVE: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+class Background:
+    """Steps `eng` in a thread of its own while anything is unfinished, and waits else. Made by
+    `eng.background()`; a context manager.
+
+    It ends with `close()`, with the engine, or when neither it nor a request of it is held any
+    more. A step that raises ends every request that was added here with that error; the engine
+    stays as usable as after an error in `eng.step()`, and the thread goes on with the next request.
+    A block `with kernels.use(...)` counts where it is open when the Background is made.
+    """
+
+    def __init__(self, eng: Engine, lasting: bool = True) -> None:
+        self._eng = eng
+        self._lasting = lasting  # asked for by the user, not only by a stream
+        self._owned: dict[int, Request] = {}  # added here and not finished
+        self._handles: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
+        self._unwanted: deque[int] = deque()  # to be aborted before the next step
+        self._ended: Counter[str] = Counter()
+        self._rest = Bells()  # rung when nothing that was added here is left
+        self._failure: str | None = None
+        self._closed = False
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        context = contextvars.copy_context()
+        args = (serve, weakref.ref(self), self._wake, weakref.ref(eng), self._owned)
+        self._thread = threading.Thread(
+            target=context.run, args=args, name="deepinfer background", daemon=True
+        )
+        self._stop = weakref.finalize(self, self._wake.put, False)
+        self._thread.start()
+        _LIVE.add(self)
+
+    # -------------------------------------------------------------------------------- requests
+
+    @completes(Sampling)
+    def add(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+    ) -> Running:
+        """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
+        as of `eng.add`. Safe from any thread. RuntimeError after close()."""
+        return self._eng._turns.run(
+            self._add, prompt, params_list(params, sampling, 1)[0], timeout, salt
+        )
+
+    def _add(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
+        if self._closed:
+            raise RuntimeError("this background is closed: make another with eng.background()")
+        request = self._eng._add(prompt, params, timeout, salt)
+        running = Running(self, request)
+        self._owned[request.id] = request
+        self._handles[request.id] = running
+        return running
+
+    def drain(self) -> None:
+        """Wait until all that was added here has finished. An interrupt leaves it running."""
+        self._rest.wait(lambda: not self._owned)
+
+    def close(self, wait: bool = False) -> None:
+        """Stop the thread. What was added here and has not finished is aborted, or finished first
+        with wait=True; what was added with `eng.add` stays for `eng.step`. Idempotent."""
+        if wait and not self._closed:
+            self.drain()
+        self._eng._turns.run(self._end)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _end(self) -> None:
+        self._closed = True
+        for request in list(self._owned.values()):
+            self._eng._forget(request)
+        self._collect()
+        self._stop()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------ the thread
+
+    def _step(self) -> bool:
+        """In turn: one step; whether there is more to do."""
+        if self._closed:
+            return False
+        try:
+            while self._unwanted:
+                request = self._owned.get(self._unwanted[0])
+                if request is not None:
+                    self._eng._forget(request)
+                self._unwanted.popleft()
+            self._collect()
+            if not self._eng._busy:
+                return False
+            self._eng._step()
+        except BaseException as error:
+            self._fail(error)
+            return False
+        self._failure = None
+        return self._eng._busy
+
+    def _fail(self, error: BaseException) -> None:
+        """A step raised: whoever waits here is told. The engine has put itself right already."""
+        self._failure = f"{type(error).__name__}: {error}"
+        for request in list(self._owned.values()):
+            self._eng._open().forget(request, error)
+        self._collect(error)
+
+    def _drop(self, id: int) -> None:
+        """Abort a request before the next step."""
+        self._unwanted.append(id)
+        self._wake.put(True)
+
+    def _collect(self, fault: BaseException | None = None) -> None:
+        """In turn, after all that may have changed a request: what was added here belongs to its
+        Running, so `eng.step` does not hand it out."""
+        try:
+            for request in list(self._owned.values()):
+                handle = self._handles.get(request.id)
+                if handle is not None:
+                    handle._publish(fault)
+                if request.finished:
+                    if self._eng._loop is not None:
+                        self._eng._loop.requests.pop(request.id, None)
+                    self._ended[str(request.finish_reason)] += 1
+                    del self._owned[request.id]
+            if not self._owned:
+                self._rest.ring()
+        except BaseException:  # a cell that stepped was interrupted here: the thread rings the rest
+            self._wake.put(True)
+            raise
+
+    def __repr__(self) -> str:
+        from deepinfer.display.background import background_text
+
+        return background_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.background import background_html
+
+        return background_html(self)
+
+
+def serve(
+    of: weakref.ref[Background], wake: SimpleQueue[bool], engine: weakref.ref[Engine],
+    owned: dict[int, Request],
+) -> None:  # fmt: skip
+    """The thread. Between two steps it holds neither Background nor engine, so that both can go."""
+    while wake.get():
+        while (background := of()) is not None and background._eng._turns.run(background._step):
+            del background
+        del background
+    eng = engine()
+    if eng is not None:  # nobody holds the Background any more: nobody waits for these
+        for request in list(owned.values()):
+            eng._forget(request)
+
+
+class InBackground(EngineFacts):
+    """The part of an Engine that works with a Background."""
+
+    _turns: Turns
+    _loop: Loop | None
+    _watcher: weakref.ref[Background] | None = None
+
+    @in_turn
+    def background(self) -> Background:
+        """Start a thread that steps this engine, so that a cell can add requests while others run:
+
+            with eng.background() as bg:
+                a, b = bg.add("def read(path):"), bg.add("class Tree:")  # they run now, together
+                a.result()  # or: for token in a; await a; async for token in a
+
+        Everything else of the engine stays usable meanwhile, from any thread: a call waits for the
+        step that is running, no longer. RuntimeError where there is one already.
+        """
+        live = self._background
+        if live is None:
+            return self._start(lasting=True)
+        if live._lasting:
+            raise RuntimeError(
+                f"this engine has a background already ({live!r}): add to that one, or close() it; "
+                "eng.with_() is another engine over the same weights"
+            )
+        live._lasting = True  # a stream had started it
+        return live
+
+    @completes(Sampling)
+    def astream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+    ) -> AsyncIterator[StreamedToken]:
+        """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
+        and what it awaits at the same time runs in the same steps. Closing or dropping the iterator,
+        or cancelling its task, aborts the request.
+
+        It runs in the engine's Background; where there is none, in one that lasts as long as the
+        iterator.
+        """
+        one = params_list(params, sampling, 1)[0]
+        return aiter(self._turns.run(self._running, prompt, one, timeout, salt))
+
+    def _running(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
+        live = self._background or self._start(lasting=False)
+        return live._add(prompt, params, timeout, salt)
+
+    @property
+    def _background(self) -> Background | None:
+        live = None if self._watcher is None else self._watcher()
+        return None if live is None or live.closed else live
+
+    def _start(self, lasting: bool) -> Background:
+        self._open()
+        made = Background(self, lasting)
+        self._watcher = weakref.ref(made)
+        return made
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a step has anything to do."""
+        loop = self._loop
+        return loop is not None and bool(loop.rt.scheduler.unfinished or loop.flights)
+
+    def _work_came(self) -> None:
+        if (live := self._background) is not None:
+            live._wake.put(True)
+
+    def _requests_changed(self) -> None:
+        if (live := self._background) is not None:
+            live._collect()
+
+    def _close_background(self) -> None:
+        if (live := self._background) is not None:
+            live.close()
+
+
+def close_all() -> None:
+    """At the interpreter's end: no thread is in a kernel any more."""
+    for background in list(_LIVE):
+        background.close()
+
+
+atexit.register(close_all)
