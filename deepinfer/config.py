@@ -380,7 +380,7 @@ class EngineConfig(_Config):
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
     a CPU). prefix_cache: reuse the pages of equal prefixes; num_snapshots: places where a hit may end
-    that it holds (None: 4 a sequence). overlap: schedule and launch a step before the one before it
+    that it holds at most (None: 8 a sequence, see `runtime.snapshot_budget`). overlap: schedule and launch a step before the one before it
     is read; the text is the same. On a CPU the device is then a thread, which gains nothing.
     keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each use)
     instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',

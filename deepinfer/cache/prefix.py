@@ -88,11 +88,14 @@ def text(value: str | None) -> bytes | None:
     return None if value is None else value.encode()
 
 
-def root_key(model: str = "", salt: str | None = None, adapter: str | None = None) -> bytes:
+def root_key(
+    model: str = "", salt: str | None = None, adapter: str | None = None, generation: int = 0
+) -> bytes:
     """Parent of a first page. model: what all sequences of an engine share (weights, dtype,
     fidelity); salt: whoever uses another one shares nothing; adapter: the weights added for this
-    request."""
-    return digest(("model", text(model)), ("salt", text(salt)), ("adapter", text(adapter)))
+    request; generation: how often all that was cached was forgotten before."""
+    parts = [("model", text(model)), ("salt", text(salt)), ("adapter", text(adapter))]
+    return digest(*parts, *([("generation", integers([generation]))] if generation else []))
 
 
 def page_key(
@@ -116,7 +119,7 @@ class Store(Protocol[V]):
     """Where values are kept by key. Keys are made by this module; a value has `exact`.
 
     get: the value or None, counting as a use. put: keep it, in place of an earlier one; False where
-    it did not fit. evict: drop it; a key that is not there is no error.
+    it did not fit. evict: drop it; a key that is not there is no error. clear: drop all.
     """
 
     def get(self, key: bytes) -> V | None: ...
@@ -124,6 +127,8 @@ class Store(Protocol[V]):
     def put(self, key: bytes, value: V) -> bool: ...
 
     def evict(self, key: bytes) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class HeldPage(NamedTuple):
@@ -177,6 +182,11 @@ class PageStore:
             self._drop(page)
             self.pages.forget(page)
 
+    def clear(self) -> None:
+        """Nothing is known any more: cached pages are free, used ones when they are given back."""
+        for key in [*self._held]:
+            self.evict(key)
+
     def recover(self) -> None:
         """After an interrupt anywhere: what only one of the tables knows is known no more. Tell the
         PageManager who holds what (`recount`) afterwards."""
@@ -220,6 +230,10 @@ class SnapshotStore(Generic[S]):
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: bytes) -> bool:
+        """Not counted as a use."""
+        return key in self._held
+
     def get(self, key: bytes) -> S | None:
         if key in self._held:
             self._held.move_to_end(key)
@@ -240,6 +254,10 @@ class SnapshotStore(Generic[S]):
     def evict(self, key: bytes) -> None:
         if (old := self._held.pop(key, None)) is not None:
             self.nbytes -= old.nbytes
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.nbytes = 0
 
     def recover(self) -> None:
         """After an interrupt anywhere: the bytes are those of what is held."""
@@ -280,7 +298,7 @@ class PrefixCache:
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: a page holds 1 token or more")
-        self.page_size, self.model = page_size, model
+        self.page_size, self.model, self.generation = page_size, model, 0
         self.pages, self.snapshots = pages, snapshots
 
     def keys(
@@ -295,11 +313,18 @@ class PrefixCache:
         """Keys of all full pages of `ids`. known: keys of its first pages, from an earlier call for
         the same sequence, which are not computed again."""
         size, keys = self.page_size, list(known[: len(ids) // self.page_size])
-        parent = keys[-1] if keys else root_key(self.model, salt, adapter)
+        parent = keys[-1] if keys else root_key(self.model, salt, adapter, self.generation)
         for page in range(len(keys), len(ids) // size):
             parent = page_key(parent, page * size, ids[page * size : (page + 1) * size], images)
             keys.append(parent)
         return keys
+
+    def clear(self) -> None:
+        """Forget everything. Keys made before never name anything again: do not register with
+        them, make new ones."""
+        self.generation += 1  # first: what an interrupt leaves behind is not found
+        self.pages.clear()
+        self.snapshots.clear()
 
     def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> Hit:
         """The longest run of known pages of at most `limit` tokens, and the last boundary in it

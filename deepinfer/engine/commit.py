@@ -50,6 +50,8 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
         if shares[i].request.finished:
             stats.ended(shares[i].request)
             rt.scheduler.release(shares[i].request)
+        else:
+            rt.room.trim(shares[i].request)
 
 
 def alone(request: Request, write: Callable[[], None]) -> None:

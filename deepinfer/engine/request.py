@@ -36,7 +36,9 @@ class Prefix:
     full pages; adopted, known: pages that it took over, that it and the cache have registered;
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
     window_from: lowest position with window rows in every layer; cached_tokens: tokens that it did
-    not compute when it began first, None before."""
+    not compute when it began first, None before; generation: of the cache when it began. branch,
+    goal, stride, tail: where it leaves snapshots (see `keeping`): the end of the pages that others
+    had, of its prefill, what lies between spare ones, its tail."""
 
     salt: str | None = None
     images: tuple[ImageSpan, ...] = ()
@@ -47,6 +49,11 @@ class Prefix:
     edited: bool = False
     window_from: int = 0
     cached_tokens: int | None = None
+    generation: int = 0
+    branch: int = 0
+    goal: int = 0
+    stride: int = 0
+    tail: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

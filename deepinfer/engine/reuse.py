@@ -5,8 +5,9 @@ length - (window + backtracking) tokens in whole pages, so that the rows behind 
 of the drafter; the limit is the same without a drafter. The replay policy says where the rows
 begin: `exact` at the last snapshot, whose window rows are then put into the request's rings.
 
-After each commit the pages that have become full are registered, and the window rows at their ends
-kept as snapshots: a chunk's as they pass (`Crossings`), those of decode rows out of the rings.
+After each commit the pages that have become full are registered, and the window rows at some of
+their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of
+decode rows out of the rings.
 Rows of a draft that was not accepted lie above `computed` and are in no registered page.
 """
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
 from deepinfer.cache.snapshots import Snapshot, held, rows_at
 from deepinfer.engine.crossings import Crossings
+from deepinfer.engine.keeping import Keeping
 from deepinfer.engine.request import Request
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
@@ -33,22 +35,27 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Start:
     """How a waiting request would begin. pages: those it takes over; plan: its rows; snapshot: the
-    window rows at plan.start, None where none are needed; exact: all that it takes over is."""
+    window rows at plan.start, None where none are needed; exact: all that it takes over is; found:
+    tokens in pages that were found, with a snapshot for them or not."""
 
     pages: tuple[int, ...]
     plan: ReplayPlan
     snapshot: Snapshot | None = None
     exact: bool = True
+    found: int = 0
 
 
 @dataclass(frozen=True)
 class CacheReport:
     """The prefix cache in numbers. hits: how often a request began with a hit, again after it gave
-    way too; hit_tokens: what those did not compute; pages, snapshots: that are known, in use or
-    not; evictions: those that had to make room."""
+    way too; hit_tokens: what those did not compute; lost_tokens: what was found in pages and still
+    computed again, for want of a snapshot (many: raise num_snapshots); pages, snapshots: that are
+    known, in use or not; evictions: those that had to make room. `eng.clear_cache()` forgets what
+    is cached, and counts on."""
 
     hits: int = 0
     hit_tokens: int = 0
+    lost_tokens: int = 0
     pages: int = 0
     page_evictions: int = 0
     snapshots: int = 0
@@ -71,7 +78,7 @@ class CacheReport:
 
 class Reuse:
     """The prefix cache of one engine. Counters: requests that began with a hit (each time they
-    began), the tokens they did not compute. traces: the engine's list; while one edits values, what
+    began), the tokens they did not compute and those they found but had to compute. traces: the engine's list; while one edits values, what
     runs is not what the keys say, so nothing is served or registered."""
 
     def __init__(self, rt: Runtime, model: str, snapshot_budget: int) -> None:
@@ -80,9 +87,14 @@ class Reuse:
         self.pages = PageStore(rt.pages)
         self.snapshots: SnapshotStore[Snapshot] = SnapshotStore(snapshot_budget)
         self.prefix = PrefixCache(self.page_size, self.pages, self.snapshots, model=model)
+        most = snapshot_budget // max(snapshot_bytes(rt.cache), 1)
+        self.keeping = Keeping(
+            self.snapshots, self.page_size, self.reserve, most // rt.limits.seqs
+        )
         self.traces: list[Trace] = []
         self.hits = 0
         self.hit_tokens = 0
+        self.lost_tokens = 0
 
     @property
     def edited(self) -> bool:
@@ -93,6 +105,10 @@ class Reuse:
         """Tokens at the end of a sequence that are always computed: window and backtracking, with
         or without a drafter."""
         return self.rt.config.sliding_window + self.rt.config.max_draft + 1
+
+    def current(self, request: Request) -> bool:
+        """Whether a request began after the cache was last cleared."""
+        return request.prefix.generation == self.prefix.generation
 
     def keys(self, request: Request, tokens: int) -> list[bytes]:
         """Keys of the full pages of its first `tokens` tokens."""
@@ -107,7 +123,10 @@ class Reuse:
     # ---------------------------------------------------------------------------- how it begins
 
     def find(self, request: Request) -> Hit:
-        """What is cached of a request; nothing where rows of its prefix are asked for."""
+        """What is cached of a waiting request; nothing where rows of its prefix are asked for."""
+        mine = request.prefix
+        if not self.current(request):  # it has computed nothing that is left, so its keys are new
+            mine.generation, mine.keys, mine.tail = self.prefix.generation, [], []
         limit = request.length - self.reserve
         if limit < self.page_size or request.wants_prompt_logprobs or self.edited:
             return Hit()
@@ -132,7 +151,7 @@ class Reuse:
                     f"state KV is at hand at {hit.at} only"
                 )
             snapshot = hit.snapshot
-        return Start(hit.pages[:pages], plan, snapshot, hit.exact)
+        return Start(hit.pages[:pages], plan, snapshot, hit.exact, hit.length)
 
     def plan(self, request: Request, hit: Hit) -> ReplayPlan:
         """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing
@@ -157,11 +176,24 @@ class Reuse:
         mine.edited = False
         restored = 0 if start.snapshot is None else rows_at(self.rt.cache, at)
         mine.window_from = max(at - restored, *start.plan.kv_from)
+        keys = self.keys(request, request.length)
+        self.keeping.begin(request, keys, at if restored else 0, self.shared(keys))
+        self.lost_tokens += max(start.found - at, 0)
         if at:
             self.hits += 1
             self.hit_tokens += at
         if mine.cached_tokens is None:
             mine.cached_tokens = at
+
+    def shared(self, keys: list[bytes]) -> int:
+        """Tokens in pages that are known, also past the limit of a hit."""
+        exact, run = self.rt.replay.exact, 0
+        for key in keys:
+            held = self.pages.get(key)
+            if held is None or (exact and not held.exact):
+                break
+            run += self.page_size
+        return run
 
     # ------------------------------------------------------------------------- what it leaves
 
@@ -174,30 +206,30 @@ class Reuse:
         return Crossings(self.rt.cache, shares, wanted) if wanted else None
 
     def ends(self, share: Share) -> list[int]:
-        """Page ends in a chunk whose snapshot is not there yet, the last ones that fit."""
+        """Page ends in a chunk that are to be kept and whose snapshot is not there yet."""
         request, size = share.request, self.page_size
         mine = request.prefix
-        if self.edited or mine.edited:
+        if self.edited or mine.edited or not self.snapshots.budget or not self.current(request):
             return []
         keys = self.keys(request, share.stop)
-        ends = [
+        return [
             p
             for p in range(share.start // size * size + size, share.stop + 1, size)
+            if self.keeping.role(request, p) is not None
             if p - rows_at(self.rt.cache, p) >= mine.window_from
             if (old := self.snapshots.get(keys[p // size - 1])) is None
             or (mine.exact and not old.exact)
         ]
-        most = self.snapshots.budget // max(snapshot_bytes(self.rt.cache), 1)
-        return ends[-most:] if most else []
 
     def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
         """After a commit. written: where the positions end that the step and those on their way have
-        written, drafts too; seen: snapshots by position. What a request that failed has left is not served."""
+        written, drafts too; seen: snapshots by position. What a request that failed has left is not
+        served, and nothing that began before the cache was cleared is registered."""
         mine = request.prefix
         mine.edited |= self.edited
         if request.error is not None:
             self.disown(request)
-        if request.error is not None or mine.edited:
+        if request.error is not None or mine.edited or not self.current(request):
             return
         full = request.stored // self.page_size
         if full <= mine.known:
@@ -207,9 +239,10 @@ class Reuse:
         self.prefix.register(keys[new], request.pages[new], exact=mine.exact)
         for page in range(mine.known, full):
             at = (page + 1) * self.page_size
-            snapshot = seen.get(at) or self.from_rings(request, at, written)
-            if snapshot is not None:
-                self.prefix.register_snapshot(keys, snapshot)
+            if (role := self.keeping.role(request, at)) is not None:
+                snapshot = seen.get(at) or self.from_rings(request, at, written)
+                self.keeping.keep(request, keys, at, role, snapshot)
+        self.keeping.move_on(request, keys)
         mine.known = full
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
@@ -234,11 +267,17 @@ class Reuse:
                 self.snapshots.evict(key)
         mine.known = mine.adopted
 
+    def clear(self) -> None:
+        """Forget every page and snapshot. Requests that run keep their pages and register nothing."""
+        self.prefix.clear()
+        self.keeping.clear()
+
     def report(self) -> CacheReport:
         """What is cached now, and what it was good for."""
         return CacheReport(
             hits=self.hits,
             hit_tokens=self.hit_tokens,
+            lost_tokens=self.lost_tokens,
             pages=len(self.pages),
             page_evictions=self.pages.reclaimed,
             snapshots=len(self.snapshots),

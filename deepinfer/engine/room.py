@@ -89,6 +89,16 @@ class Room:
             request.pages += self.pages.take(missing)
         return True
 
+    def trim(self, request: Request) -> None:
+        """Give back the pages of drafts that were rejected, as far as the next decode step does not
+        write there again. Only one behind which steps on their way were committed has such pages,
+        and while another is on its way they are written to."""
+        keep = self.pages_of(request.length + self.lookahead)
+        flying = request.ahead or not request.decoding
+        if request.state == "running" and not flying and len(request.pages) > keep:
+            surplus, request.pages = request.pages[keep:], request.pages[:keep]
+            self.pages.give(surplus)
+
     def free(self, request: Request) -> None:
         """Take back what a request holds; nothing where it holds nothing. Pages that the prefix
         cache knows stay cached until their room is needed."""
@@ -128,6 +138,8 @@ class Room:
             self.reuse.recover()
         self.pages.recount(r.pages for r in held)
         self.states.recount(r.slot for r in held)
+        for request in held:
+            self.trim(request)
 
     def end(self, request: Request, reason: str) -> None:
         """Finish a request for this reason, count it and take back what it holds."""

@@ -31,6 +31,8 @@ def check(eng) -> None:
     for r in running:
         places = len(r.pages) * rt.limits.page_size
         assert max([r.stored, *(a.written for a in r.ahead)]) <= places
+        if r.decoding and not r.ahead:  # nothing that its next step does not write to
+            assert len(r.pages) <= rt.room.pages_of(r.length + rt.room.lookahead)
     check_reuse(rt, running)
 
 
@@ -45,6 +47,9 @@ def check_reuse(rt, running) -> None:
     for r in running:
         mine, full = r.prefix, r.stored // size
         assert mine.adopted <= mine.known <= full
+        if not rt.reuse.current(r):  # it began before the cache was cleared
+            assert not any(p in prefix.pages._keys for p in r.pages)
+            continue
         keys = prefix.keys(r.token_slice(0, r.known), salt=mine.salt, images=mine.images)
         assert mine.keys == keys[: len(mine.keys)]
         for i, page in enumerate(r.pages):

@@ -107,12 +107,15 @@ def test_the_longest_hit_leaves_window_and_backtracking(n):
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=SLOW), 5, 8, 13, 50])
 def test_snapshots_do_not_depend_on_the_chunks(rows):
     """A chunk of any length leaves the window rows of every page end in it."""
-    whole, eng = engine(), engine(max_num_batched_tokens=rows, verifier=Fixed(2 if rows > 5 else 0))
+    how = dict(num_snapshots=60)  # enough for every page end
+    whole = engine(**how)
+    eng = engine(max_num_batched_tokens=rows, verifier=Fixed(2 if rows > 5 else 0), **how)
     run(eng, [5], params(most=1))  # not in the first slot
     run(whole, LONG[:70], params(most=1)), run(eng, LONG[:70], params(most=1))
     a, b = (e.runtime.reuse.snapshots._held for e in (whole, eng))
-    assert list(a) == list(b) and [s.position for s in b.values()] == list(range(8, 71, 8))
-    for x, y in zip(a.values(), b.values()):
+    assert a.keys() == b.keys()
+    assert sorted(s.position for s in b.values()) == list(range(8, 71, 8))
+    for x, y in ((a[k], b[k]) for k in a):
         for v, w in zip(x.windows, y.windows):
             torch.testing.assert_close(v, w, rtol=1e-9, atol=1e-9)
     same(run(eng, LONG[:70], params())[0], cold().generate(LONG[:70], params())[0], False)
@@ -316,7 +319,7 @@ def test_old_prefixes_make_room():
         same(run(eng, prompt, params(i))[0], cold("one layer").generate(prompt, params(i))[0])
     assert eng.cache.page_evictions > 20 and eng.runtime.pages.cached > 8
     assert run(eng, stream(80, 0, high=90), params(most=1))[0].cached_tokens == 0
-    assert run(eng, stream(80, 4, high=90), params(most=1))[0].cached_tokens in (0, 56)
+    assert run(eng, stream(80, 4, high=90), params(most=1))[0].cached_tokens in (0, 32, 56)
 
 
 def test_a_request_that_gave_way_goes_on_from_what_it_left():

@@ -1,0 +1,153 @@
+"""Keeping: at which page ends a request leaves a snapshot, and which snapshots make room first.
+
+A hit ends at a snapshot, and in the release one takes the bytes of 3,000 tokens of block KV. So a
+request leaves them only where somebody is likely to begin:
+
+    branch    where the pages that others have left of its tokens end. What two prompts share, a
+              third is likely to share too: it then begins right there
+    repeat    the last page end that the same prompt can use: `bound(prompt)`
+    tail      from `bound(length)` to the last page end that it has reached: for the next turn, and
+              for the request itself once it has given way. They move along: one that falls behind
+              is dropped, unless another request has it as its tail too, began there or keeps it
+    spare     every 2**k-th page end of what it prefills, with the smallest k at which they fit its
+              share of the budget: whoever differs first in between computes less than 2**k pages
+              again. Powers of 2, so that prompts of other lengths use the same ones
+
+Where a page end lies decides, not how rows were cut into chunks. Spare ones take free room, or that
+of the oldest spare one, and make room first; the others go least recently used first, of one
+request its tail before branch and repeat. A spare one where somebody began is spare no more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Sequence
+
+from deepinfer.cache.prefix import SnapshotStore
+from deepinfer.engine.request import Request
+
+if TYPE_CHECKING:
+    from deepinfer.cache.snapshots import Snapshot
+
+
+class Keeping:
+    """reserve: tokens at the end of a sequence that no hit covers; share: snapshots of one request
+    that fit the budget when as many run as can. Lengths and positions in tokens."""
+
+    def __init__(
+        self, store: SnapshotStore[Snapshot], page_size: int, reserve: int, share: int
+    ) -> None:
+        self.store, self.page_size, self.reserve = store, page_size, reserve
+        tail = -(-reserve // page_size) + 1  # page ends from bound(length) to length, at most
+        self.most_spare = max(share - tail - 2, 0)
+        self.spare: dict[bytes, None] = {}  # oldest first; some may be gone
+        self.tails: dict[bytes, set[int]] = {}  # ids of the requests that have it as their tail
+
+    # -------------------------------------------------------------------------------- where
+
+    def bound(self, length: int) -> int:
+        """The last page end at which a sequence of so many tokens may begin."""
+        return max(length - self.reserve, 0) // self.page_size * self.page_size
+
+    def stride(self, length: int) -> int:
+        """Tokens from one spare page end of a prefill to the next; 0 where none fits."""
+        pages, every = length // self.page_size, 1
+        while self.most_spare and pages // every > self.most_spare:
+            every *= 2
+        return every * self.page_size if self.most_spare else 0
+
+    def role(self, request: Request, at: int) -> str | None:
+        """What a snapshot at this page end is to the request: 'branch', 'repeat', 'tail', 'spare',
+        or None, which is none."""
+        mine = request.prefix
+        if at == mine.branch:
+            return "branch"
+        if at == self.bound(len(request.prompt)):
+            return "repeat"
+        if at >= self.bound(request.known):
+            return "tail"
+        return "spare" if mine.stride and at <= mine.goal and at % mine.stride == 0 else None
+
+    # --------------------------------------------------------------------------------- when
+
+    def begin(self, request: Request, keys: Sequence[bytes], at: int, shared: int) -> None:
+        """The request begins with the snapshot at `at` (0: with none). shared: tokens in the pages
+        that others have left of it."""
+        mine = request.prefix
+        mine.goal, mine.stride = request.length, self.stride(request.length)
+        if mine.cached_tokens is None:  # later, what is there is mostly its own
+            mine.branch = shared
+        if at:
+            self._wanted(keys[at // self.page_size - 1], request)
+
+    def keep(
+        self, request: Request, keys: Sequence[bytes], at: int, role: str, new: Snapshot | None
+    ) -> None:
+        """The request has passed a page end. new: the snapshot there, None where the store has it
+        already or nobody can make it any more."""
+        key = keys[at // self.page_size - 1]
+        there = key in self.store
+        if new is not None and not (there and self.store.get(key).exact >= new.exact):
+            if not self._room(new.nbytes, spare=role == "spare"):
+                return
+            if not self.store.put(key, new):
+                return
+        elif not there:
+            return
+        if role in ("branch", "repeat"):
+            self._wanted(key)
+        elif role == "tail" and (not there or key in self.tails):
+            holders = self.tails.setdefault(key, set()) if there else set()
+            self.tails[key] = holders | {request.id}
+            request.prefix.tail.append(at)
+            self.spare.pop(key, None)
+        elif role == "spare" and not there:
+            self._make_spare(key)
+
+    def move_on(self, request: Request, keys: Sequence[bytes]) -> None:
+        """The request has become longer: what was its tail and fell behind is dropped."""
+        mine, edge = request.prefix, self.bound(request.known)
+        for at in [p for p in mine.tail if p < edge]:
+            mine.tail.remove(at)
+            key = keys[at // self.page_size - 1]
+            holders = self.tails.get(key, set())
+            if request.id not in holders:
+                continue
+            holders.remove(request.id)
+            if not holders:
+                del self.tails[key]
+                if self.role(request, at) == "spare":
+                    self._make_spare(key)
+                else:
+                    self.store.evict(key)
+        for at in (mine.branch, self.bound(len(request.prompt))):  # used after the tail
+            if 0 < at <= len(keys) * self.page_size:
+                self.store.get(keys[at // self.page_size - 1])
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        self.spare.clear()
+        self.tails.clear()
+
+    # ---------------------------------------------------------------------------------- room
+
+    def _wanted(self, key: bytes, by: Request | None = None) -> None:
+        """It is neither spare nor anybody's tail alone: somebody else begins there."""
+        self.spare.pop(key, None)
+        if by is None or self.tails.get(key) != {by.id}:
+            self.tails.pop(key, None)
+
+    def _make_spare(self, key: bytes) -> None:
+        self.tails.pop(key, None)
+        self.spare[key] = None
+
+    def _room(self, nbytes: int, spare: bool) -> bool:
+        """Let spare ones make room. False where a spare one would take the place of another kind."""
+        store = self.store
+        if len(self.tails) > 2 * len(store) + 64:  # of those that made room
+            self.tails = {k: v for k, v in self.tails.items() if k in store}
+        while store.nbytes + nbytes > store.budget and self.spare:
+            key = next(iter(self.spare))
+            store.evicted += key in store
+            store.evict(key)
+            del self.spare[key]
+        return not spare or store.nbytes + nbytes <= store.budget
