@@ -1,4 +1,4 @@
-"""EngineFacts: what an engine is, has and has done, for reading. Nothing here changes it."""
+"""EngineFacts: what an engine is, has and has done, for reading. Only `clear_cache` changes it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from deepinfer.engine.reuse import CacheReport
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode
+from deepinfer.engine.turns import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -28,6 +29,7 @@ class EngineFacts:
     _slots: dict[str, Any]
     _runtime: Runtime | None
     _closed: bool
+    _turns: Turns
 
     def _provenance(self) -> dict[str, object]:
         raise NotImplementedError
@@ -87,9 +89,21 @@ class EngineFacts:
     @property
     def cache(self) -> CacheReport:
         """The prefix cache in numbers: hits, tokens that were not computed, pages and snapshots
-        held, evictions. All 0 without prefix_cache=True."""
+        held, evictions. All 0 without prefix_cache=True. `clear_cache` empties it."""
         reuse = None if self._runtime is None else self._runtime.reuse
         return CacheReport() if reuse is None else reuse.report()
+
+    @in_turn
+    def clear_cache(self) -> None:
+        """Forget every page and snapshot of the prefix cache; what is counted in `cache` counts on.
+
+        Call it after you have edited weights in place, on every engine that shares them (`with_`):
+        what was computed with the old ones would be served, and no engine can notice an edit. It
+        may come at any time. Requests that run go on in their own pages and leave nothing in the
+        cache; after they gave way, and from every later request on, all is computed anew.
+        """
+        if self._runtime is not None and self._runtime.reuse is not None:
+            self._runtime.reuse.clear()
 
     @property
     def kernels(self) -> Table:
