@@ -51,6 +51,7 @@ class Background:
         self._owned: dict[int, Request] = {}  # added here and not finished
         self._handles: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
         self._unwanted: deque[int] = deque()  # to be aborted before the next step
+        self._ending: deque[Running | None] = deque()  # finished, and not told yet
         self._ended: Counter[str] = Counter()
         self._rest = Bells()  # rung when nothing that was added here is left
         self._failure: str | None = None
@@ -82,10 +83,14 @@ class Background:
         if self._closed:
             raise RuntimeError("this background is closed: make another with eng.background()")
         request = self._eng._add(prompt, params, timeout, salt)
-        running = Running(self, request)
-        self._owned[request.id] = request
-        self._handles[request.id] = running
-        return running
+        try:
+            running = Running(self, request)
+            self._handles[request.id] = running
+            self._owned[request.id] = request
+            return running
+        except BaseException:  # an interrupt: nobody would wait for it
+            self._eng._forget(request)
+            raise
 
     def drain(self) -> None:
         """Wait until all that was added here has finished. An interrupt leaves it running."""
@@ -145,6 +150,8 @@ class Background:
         for request in list(self._owned.values()):
             self._eng._open().forget(request, error)
         self._collect(error)
+        while not self._wake.empty():  # what was added before does not try again
+            self._wake.get()
 
     def _drop(self, id: int) -> None:
         """Abort a request before the next step."""
@@ -157,13 +164,18 @@ class Background:
         try:
             for request in list(self._owned.values()):
                 handle = self._handles.get(request.id)
-                if handle is not None:
-                    handle._publish(fault)
                 if request.finished:
+                    self._ending.append(handle)
                     if self._eng._loop is not None:
                         self._eng._loop.requests.pop(request.id, None)
-                    self._ended[str(request.finish_reason)] += 1
                     del self._owned[request.id]
+                    self._ended[str(request.finish_reason)] += 1
+                elif handle is not None:
+                    handle._publish()
+            while self._ending:
+                if (handle := self._ending[0]) is not None:
+                    handle._publish(fault)
+                self._ending.popleft()
             if not self._owned:
                 self._rest.ring()
         except BaseException:  # a cell that stepped was interrupted here: the thread rings the rest

@@ -121,20 +121,37 @@ class Loop:
                 f"{rt.pages.size}: lower max_tokens or raise num_pages"
             )
         self._count += 1
-        self.requests[request.id] = request
-        rt.stats.arrived(request)
-        rt.scheduler.add(request)
-        return request
+        try:
+            self.requests[request.id] = request
+            rt.stats.arrived(request)
+            rt.scheduler.add(request)
+            return request
+        except BaseException:  # an interrupt: whoever asked does not know its id
+            self.forget(request)
+            raise
 
     def forget(self, request: Request, error: Exception | None = None) -> None:
         """Drop a request; one that has not finished is aborted, or ends with the error, and gives
         back what it held."""
-        self.requests.pop(request.id, None)
-        if request.finished:
-            return
-        request.finish("abort" if error is None else "error", error)
-        self.rt.stats.ended(request)
-        self.rt.scheduler.release(request)
+        reason = "abort" if error is None else "error"
+        try:
+            self.requests.pop(request.id, None)
+            if not request.finished:
+                request.finish(reason, error)
+                self.rt.stats.ended(request)
+                self.rt.scheduler.release(request)
+        except BaseException:  # an interrupt at any line: it is gone all the same
+            self.requests.pop(request.id, None)
+            if not request.finished:
+                request.finish(reason, error)
+            request.pages, request.slot = [], 0
+            self._set_right()
+            raise
+
+    def _set_right(self) -> None:
+        """Pools and queues hold what the requests say, and nothing else."""
+        self.rt.room.recover(self.requests.values())
+        self.rt.scheduler.recover(self.requests.values())
 
     # ----------------------------------------------------------------------------------- steps
 
@@ -235,8 +252,7 @@ class Loop:
                 rt.stats.drop(dropped)
             self.flights = []
             commit.undo(rt, flights)
-            rt.room.recover(self.requests.values())
-            rt.scheduler.recover(self.requests.values())
+            self._set_right()
 
     def _expire(self) -> None:
         """End the requests whose time is up. Without a timeout no clock is read."""

@@ -55,7 +55,7 @@ class Bells:
         loop = asyncio.get_running_loop()
         while not ready():
             bell = loop.create_future()
-            self._hung.append(lambda: loop.call_soon_threadsafe(answer, bell))  # noqa: B023
+            self._hung.append(lambda: loop.call_soon_threadsafe(answer, bell))
             if not ready():
                 await bell
 
