@@ -102,4 +102,6 @@ def uniform(seed: Tensor, position: Tensor, purpose: Purpose | int) -> Tensor:
 def _constant(values: tuple[int, ...], like: Tensor) -> Tensor:
     import torch
 
-    return torch.tensor(values, dtype=torch.long, device=like.device)
+    from deepinfer.kernels.numerics import constant
+
+    return constant(values, like.device, torch.long)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .numerics import acc_dtype
+from .numerics import acc_dtype, constant
 
 
 class Format(NamedTuple):
@@ -154,7 +154,7 @@ def e4m3_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def e2m1_values(b: torch.Tensor) -> torch.Tensor:
     """uint8 "... d/2" -> float32 "... d"; the even feature is the low nibble, bit 3 the sign."""
-    table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=b.device)
+    table = constant(E2M1 + tuple(-v for v in E2M1), b.device, torch.float32)
     codes = torch.stack([b & 15, b >> 4], dim=-1).flatten(-2)
     return table[codes.to(torch.int64)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,20 @@ def acc_dtype(x: torch.Tensor | torch.dtype) -> torch.dtype:
     """The dtype to accumulate in: float64 for float64 inputs, float32 for everything else."""
     dtype = x.dtype if isinstance(x, torch.Tensor) else x
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def constant(values: tuple, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """These values on the device; to be read only. On an accelerator they are copied there once: a
+    copy from the host's memory waits for all that the device still has to do."""
+    if torch.device(device).type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return _on_device(values, torch.device(device), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(values: tuple, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):  # or nobody could train with it later
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 class _Taken(torch.autograd.Function):

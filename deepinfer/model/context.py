@@ -11,6 +11,7 @@ from torch import Tensor
 from deepinfer.cache.kv_cache import KVCache
 from deepinfer.cache.layer_kv import ring_places
 from deepinfer.config import ModelConfig
+from deepinfer.kernels.numerics import constant
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.rope import angles, frequencies
@@ -74,7 +75,7 @@ class ForwardContext:
         def make() -> Tensor:
             theta = c.compress_rope_theta if compressed else c.rope_theta
             f = frequencies(theta, c.qk_rope_head_dim, c.rope_scaling if compressed else None, acc)
-            return f.to(positions.device)
+            return constant(tuple(f.tolist()), positions.device, acc)
 
         return angles(positions, self.once(("frequencies", compressed), make))
 

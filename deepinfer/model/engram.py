@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer.config import ModelConfig
-from deepinfer.kernels.numerics import taken
+from deepinfer.kernels.numerics import constant, taken
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model.engram_hash import hash_constants
 from deepinfer.model.layers import Linear, Weight, frozen
@@ -47,7 +47,10 @@ class Engram(nn.Module):
         k = self.constants
         columns = ctx.once(
             (name, "hash"),
-            lambda: tuple(torch.as_tensor(x, device=history.device) for x in (k.multipliers, k.primes, k.offsets)),
+            lambda: tuple(
+                constant(tuple(x.ravel().tolist()), history.device, torch.int64).view(x.shape)
+                for x in (k.multipliers, k.primes, k.offsets)
+            ),
         )
         table_rows = ctx.see(f"{name}.rows", ctx.ops.engram_hash(history, *columns), rows.set)
         weight = self.embed.weight
