@@ -468,6 +468,17 @@ class ReplayPlan:
     exact: bool = True
     why: str = ""
 
+    def rows_in(self, length: int) -> tuple[int, ...]:
+        """Rows of a prompt of `length` tokens that enter each layer, where their window key (and at a
+        KV source their block KV) is projected: length - max(start, rows_from of the layer before)."""
+        below = (0, *self.rows_from[:-1])
+        return tuple(max(length - max(self.start, r), 0) for r in below)
+
+    def rows_run(self, length: int) -> tuple[int, ...]:
+        """Rows of a prompt of `length` tokens that each layer runs, attention and experts:
+        length - max(start, rows_from). The sum over layers is the plan's rows x layers."""
+        return tuple(max(length - max(self.start, r), 0) for r in self.rows_from)
+
     def validate(self, prompt: Prompt, layers: int, sources: tuple[int, ...] = ()) -> ReplayPlan:
         """Raise ValueError naming the first broken law; return self. sources: the KV-source layers."""
         for name in ("kv_from", "rows_from", "floor"):

@@ -1,12 +1,16 @@
 """Replay slot: which rows of a prompt run where.
 
 exact.py    every row that the model's own definition needs (default)
+halo.py     only those that something read later depends on: the same numbers from fewer rows
+bounded.py  a fixed number of rows, whatever the length and the depth: an approximation
 """
 
 from deepinfer.slots.registry import registry
 
 register = registry("replay").register
 
+from deepinfer.slots.replay.bounded import Bounded  # noqa: E402
 from deepinfer.slots.replay.exact import Exact  # noqa: E402
+from deepinfer.slots.replay.halo import Halo  # noqa: E402
 
-__all__ = ["Exact", "register"]
+__all__ = ["Bounded", "Exact", "Halo", "register"]

@@ -1,0 +1,224 @@
+"""Bounded: run the last rows only, and say that this is an approximation.
+
+Decoder side, at every prompt: from a layer behind the last KV source on only the last `keep` prompt
+rows go on. Their windows begin at the cut, position lo = length - keep; what lies below they reach
+through compressed entries alone, which are complete and exact.
+Encoder side, behind a prefix hit without its state KV: the last window of the hit runs again on an
+empty window, from s = hit - window. It reads the block KV found and writes none of it.
+Source: the V4.1 technical report (SWA bounded replay); DeepInfer 0.1.0 (the decoder side, its modes
+and names); vLLM #56227 (the encoder side) and #58132 (the layer whose window stays whole).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from deepinfer.slots.protocols import EngineInfo, Prompt, ReplayPlan
+from deepinfer.slots.replay import register
+
+if TYPE_CHECKING:
+    from deepinfer.config import ModelConfig
+
+MODES = ("compact", "mask")
+SIDES = ("decoder", "encoder", "both")
+
+
+@register("bounded")
+@dataclass(eq=False, repr=False)
+class Bounded:
+    """Approximate prefill whose cost does not grow with the depth of the model.
+
+    keep: prompt rows that go on past the cut, in tokens; None = window + 2 * backtracking (140 in
+    the release). A prompt of at most so many tokens is not cut and is exact. An engine refuses less
+    than window + backtracking: after a verification is rolled back a whole window must be there.
+    mode: 'compact' drops the rows below the cut; 'mask' runs them with an empty window, for kept
+    rows the same numbers at the full price.
+    sides: 'decoder' (every prompt is cut), 'encoder' (a hit without state KV is replayed), 'both'.
+    layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
+    studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
+    exact and the cut is felt one layer later, as in vLLM; False, as in DeepInfer, cuts them too.
+    """
+
+    keep: int | None = None
+    mode: str = "compact"
+    sides: str = "decoder"
+    layer: int | None = None
+    whole_window: bool = False
+
+    version: ClassVar[int] = 1
+    exact: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = True
+    on_device: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "layer"):
+            value, least = getattr(self, name), 1 if name == "keep" else 0
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(
+                    f"Bounded({name}={value!r}): want an integer >= {least}, or None for the default"
+                )
+        for name, known in (("mode", MODES), ("sides", SIDES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"Bounded({name}={getattr(self, name)!r}): want one of {', '.join(known)}"
+                )
+        if not isinstance(self.whole_window, bool):
+            raise ValueError(f"Bounded(whole_window={self.whole_window!r}): want True or False")
+
+    def __repr__(self) -> str:
+        parts = [f"keep={self.keep}", f"mode={self.mode!r}"] if self.cuts else []
+        parts += [f"sides={self.sides!r}"] if self.sides != "decoder" else []
+        parts += [f"layer={self.layer}"] if self.layer is not None else []
+        parts += ["whole_window=True"] if self.whole_window else []
+        return f"Bounded({', '.join(parts)})"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the decoder side is on."""
+        return self.sides != "encoder"
+
+    @property
+    def replays(self) -> bool:
+        """Whether the encoder side is on."""
+        return self.sides != "decoder"
+
+    # ------------------------------------------------------------------------------- starting
+
+    def start(self, info: EngineInfo) -> Bounded:
+        """The engine's own copy, with `keep` in tokens. Raises ValueError where keep is less than
+        window + backtracking or the layer lies before a KV source; warns where a model has no
+        layer to cut at."""
+        config, own = info.config, copy.copy(self)
+        if not self.cuts:
+            return own
+        own.keep = self.rows_kept(config)
+        window, back = config.sliding_window, backtracking(config)
+        if own.keep < window + back:
+            raise ValueError(
+                f"Bounded(keep={own.keep}): this model needs keep >= {window + back}, its window "
+                f"({window}) and backtracking ({back}): a verification may step back so far, and a "
+                "whole window must be there"
+            )
+        least = max(config.kv_source_layers, default=0)
+        if self.layer is not None and not least <= self.layer < config.num_layers:
+            raise ValueError(
+                f"Bounded(layer={self.layer}): this model can be cut at layers {least} to "
+                f"{config.num_layers - 1}; before KV source {least} every row is needed, for its "
+                "block KV"
+            )
+        if self.cut_layer(config) is None:
+            warnings.warn(
+                f"{self!r}: nothing will be dropped, since {_no_cut(config)}", stacklevel=2
+            )
+        return own
+
+    # ------------------------------------------------------------------------------- arithmetic
+
+    def rows_kept(self, config: ModelConfig) -> int:
+        """`keep` in tokens for this model."""
+        if self.keep is not None:
+            return self.keep
+        return config.sliding_window + 2 * backtracking(config)
+
+    def cut_layer(self, config: ModelConfig) -> int | None:
+        """The layer whose key projection is the last thing that all rows enter; None where this
+        layout cannot be cut: no decoder layer, or a KV source above the first."""
+        layer = config.first_decoder_layer if self.layer is None else self.layer
+        least = max(config.kv_source_layers, default=0)
+        return layer if least <= layer < config.num_layers else None
+
+    def exact_keep(self, config: ModelConfig) -> int | None:
+        """The least keep that changes nothing: window + (n - 1)(window - 1) for n layers whose
+        window is cut, since each looks window - 1 further back than the next (2,541 in the release,
+        2,414 with whole_window). None where nothing is cut."""
+        layer, window = self.cut_layer(config), config.sliding_window
+        if layer is None or not self.cuts:
+            return None
+        n = config.num_layers - layer - self.whole_window
+        return window + (n - 1) * (window - 1)
+
+    def cut_of(self, length: int, config: ModelConfig) -> int:
+        """Position of the cut in a prompt of `length` tokens; 0 where nothing is dropped."""
+        if not self.cuts or self.cut_layer(config) is None:
+            return 0
+        return max(length - self.rows_kept(config), 0)
+
+    # ------------------------------------------------------------------------------- the plan
+
+    def plan(self, prompt: Prompt, config: ModelConfig) -> ReplayPlan:
+        """Raises ValueError where log-probabilities of rows below the cut are asked."""
+        cut = self.cut_of(prompt.length, config)
+        if prompt.wants_all_logits and cut:
+            does = "drops rows" if self.mode == "compact" else "hides the windows of rows"
+            raise ValueError(
+                f"prompt_logprobs: the replay policy {self!r} {does} below {cut}, whose "
+                "log-probabilities do not exist; use replay='exact'"
+            )
+        start, write_from, lowest, begins = self._begin(prompt, config)
+        layers = range(config.num_layers)
+        first = self.cut_layer(config) if cut else None
+        hidden = config.num_layers if first is None else first + self.whole_window
+        floor = tuple(max(cut, lowest) if i >= hidden else lowest for i in layers)
+        dropped = cut and self.mode == "compact"
+        return ReplayPlan(
+            start=start,
+            write_from=write_from,
+            kv_from=floor if dropped else (lowest,) * len(layers),
+            rows_from=tuple(cut if dropped and i >= first else 0 for i in layers),
+            floor=floor,
+            exact=not cut and not lowest,
+            why=f"{begins}; {self._cut_words(prompt, config, cut)}",
+        )
+
+    def _begin(self, prompt: Prompt, config: ModelConfig) -> tuple[int, int, int, str]:
+        """(first row run, block KV read below, lowest window position there is, in words)."""
+        if prompt.wants_all_logits:
+            return 0, 0, 0, "all rows: log-probabilities of the whole prompt are asked"
+        window, hit = config.sliding_window, prompt.hit
+        begin = hit - window
+        if self.replays and begin > prompt.state_at:
+            # A group that the hit does not close is written, so its rows run from its first token.
+            groups = [hit // config.ratio(i) * config.ratio(i) for i in config.kv_source_layers]
+            begin = min(begin, *groups) if groups else begin
+            return begin, hit, begin, (
+                f"replayed from {begin} on an empty window: block KV is at hand below {hit}, state "
+                f"KV up to {prompt.state_at} only"
+            )  # fmt: skip
+        start = min(prompt.state_at, hit, max(prompt.length - 1, 0))
+        if start:
+            read = max(min(hit, prompt.length - 1), start) if self.replays else start
+            return start, read, 0, f"from {start}: block KV and state KV are at hand below it"
+        if hit and self.replays and hit <= window:
+            return 0, 0, 0, f"all rows: a hit of {hit} is no longer than the window ({window})"
+        words = "no state KV is at hand" if hit else "nothing is at hand"
+        return 0, 0, 0, f"all rows: {words}"
+
+    def _cut_words(self, prompt: Prompt, config: ModelConfig, cut: int) -> str:
+        if not self.cuts:
+            return "nothing is dropped"
+        layer = self.cut_layer(config)
+        if layer is None:
+            return f"nothing is dropped, since {_no_cut(config)}"
+        keep = self.rows_kept(config)
+        if not cut:
+            return f"nothing is dropped: the prompt of {prompt.length} is within keep ({keep})"
+        does = "go on" if self.mode == "compact" else "see their window"
+        own = ", whose own window stays whole" if self.whole_window else ""
+        return f"of the prompt only the last {keep} rows, from {cut}, {does} past layer {layer}{own}"
+
+
+def backtracking(config: ModelConfig) -> int:
+    """Tokens a verification may step back: the drafts of a step and one."""
+    return config.max_draft + 1
+
+
+def _no_cut(config: ModelConfig) -> str:
+    if config.first_decoder_layer >= config.num_layers:
+        return "this model has no decoder layer (none of ratio 1)"
+    return (
+        f"KV source {max(config.kv_source_layers)} lies above the first decoder layer "
+        f"{config.first_decoder_layer} and needs every row"
+    )
