@@ -425,11 +425,11 @@ class EngineConfig(_Config):
         cache records, pages of 128 tokens, 4,096 tokens of context, 256 sequences and 4,096 rows a
         step, DeepInfer's order of decode; overlap where an engine has it (asking imports torch).
         Two of the documents' settings are slots and not fields: five drafts a step
-        (verifier=di.verifier.Fixed(5)) and bounded replay of the last 140 prompt tokens (the replay
-        slot has 'exact' only, so far). These do not exist here yet: expert, data and context
-        parallelism, graphs, load balancing of experts, 1.2 state slots a sequence, a share of
-        device memory for the cache (give num_pages). Source: DeepInfer 0.1.0, EngineArgs and
-        environ.py.
+        (verifier=di.verifier.Fixed(5)) and bounded replay of the last 140 prompt tokens
+        (replay=di.replay.Bounded(), which is 'compact'; the default of DeepInfer's code is off, and
+        so is an engine's here). These do not exist here yet: expert, data and context parallelism,
+        graphs, load balancing of experts, 1.2 state slots a sequence, a share of device memory for
+        the cache (give num_pages). Source: DeepInfer 0.1.0, EngineArgs and environ.py.
 
         >>> eng = di.Engine.nano(**dataclasses.asdict(di.EngineConfig.production()))
         """
@@ -453,8 +453,9 @@ class EngineConfig(_Config):
         """The defaults with what DEEPINFER_* variables change; environ None reads os.environ now.
 
         Raises ValueError naming the variable: not documented, no value of its type, or something
-        that cannot be had here (`environment` says why). USE_NEXTN_DECODE is a slot, not a field,
-        and refused here where it is not 0: `di.LLM` takes it.
+        that cannot be had here (`environment` says why). USE_NEXTN_DECODE and
+        YOCO_PREFILL_TRUNCATION_MODE are slots, not fields, and refused here where they are not 0
+        and off: `di.LLM` takes them.
         """
         from .engine.environment import read
 
@@ -464,6 +465,13 @@ class EngineConfig(_Config):
                 f"DEEPINFER_USE_NEXTN_DECODE={found.drafts} is the verifier slot, which an "
                 f"EngineConfig does not hold: make the engine with verifier=di.verifier.Fixed("
                 f"{found.drafts}) and unset it, or use di.LLM"
+            )
+        if found.truncation is not None and found.truncation[0] != "off":
+            mode, keep = found.truncation
+            raise ValueError(
+                f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={mode} is the replay slot, which an "
+                f"EngineConfig does not hold: make the engine with replay=di.replay.Bounded({keep}, "
+                f"{mode!r}) and unset it, or use di.LLM"
             )
         if found.max_context is not None:
             from .engine.scheduler import DecodeOrder

@@ -84,6 +84,7 @@ FIELDS = {"ZERO_OVERHEAD_SCHEDULING": "overlap", "BATCH_INVARIANT": "batch_invar
 TAKEN = {"ENGRAM_FORCE_GPU_STORAGE", "ENFORCE_EAGER", "DFLASH_ENFORCE_EAGER", "DISABLE_SYNC_GUARD"}
 TAKEN |= {"HF_MODEL_DIR", "CPP_LOG_LEVEL", "FUSED_SAMPLE_STRESS_TEST", "FUSED_SAMPLE_DETAIL_LOG"}
 OTHERWISE = {"USE_NEXTN_DECODE", "PREFILL_MAX_SUM_SEQLEN_K"}
+OTHERWISE |= {"YOCO_PREFILL_TRUNCATION_MODE", "YOCO_PREFILL_KEEP_TOKENS"}
 REFUSED = sorted(set(DOCUMENTED) - set(FIELDS) - TAKEN - OTHERWISE)
 
 
@@ -171,6 +172,21 @@ def test_drafts_are_a_slot():
     assert di.EngineConfig.from_env(env(USE_NEXTN_DECODE="0")) == di.EngineConfig()
 
 
+def test_rows_dropped_are_a_slot():
+    both = dict(YOCO_PREFILL_TRUNCATION_MODE="compact", YOCO_PREFILL_KEEP_TOKENS="140")
+    assert read(env(**both)).truncation == ("compact", 140)
+    with pytest.raises(ValueError, match=r"TRUNCATION_MODE=compact.*Bounded\(140, 'compact'\)"):
+        di.EngineConfig.from_env(env(**both))
+    for keep in ({}, dict(YOCO_PREFILL_KEEP_TOKENS="0")):
+        with pytest.raises(ValueError, match="TRUNCATION_MODE=mask needs .*KEEP_TOKENS.*134"):
+            read(env(YOCO_PREFILL_TRUNCATION_MODE="mask", **keep))
+    with pytest.raises(ValueError, match="KEEP_TOKENS=-1: want 0 or more"):
+        read(env(YOCO_PREFILL_KEEP_TOKENS="-1"))
+    off = env(YOCO_PREFILL_TRUNCATION_MODE="off", YOCO_PREFILL_KEEP_TOKENS="140")
+    assert di.EngineConfig.from_env(off) == di.EngineConfig() and read(off).truncation[0] == "off"
+    assert read(env(YOCO_PREFILL_KEEP_TOKENS="140")).truncation is None
+
+
 @pytest.mark.parametrize(("drafts", "steps"), [("3", "4"), ("0", "1"), ("5", "2"), ("8", "9")])
 def test_rings_step_back_by_the_drafts_and_one(drafts, steps):
     read(env(USE_NEXTN_DECODE=drafts, MAX_BACKTRACKING_TOKENS=steps))
@@ -220,6 +236,7 @@ def test_the_table_for_a_reader():
     assert here["BATCH_INVARIANT"] == "batch_invariant"
     assert here["ZERO_OVERHEAD_SCHEDULING"] == "overlap"
     assert here["PREFILL_MAX_SUM_SEQLEN_K"] == "scheduler"
+    assert here["YOCO_PREFILL_TRUNCATION_MODE"] == here["YOCO_PREFILL_KEEP_TOKENS"] == "replay"
     assert here["USE_NEXTN_DECODE"] == "verifier" and here["NCCL_NUM_SMS"] == "default only"
     assert {name for name, what in here.items() if what in ("already so", "not read")} == {
         *TAKEN, "MAX_BACKTRACKING_TOKENS"
@@ -231,7 +248,7 @@ def test_the_table_for_a_reader():
 def test_fields_named_in_the_table_exist():
     fields = set(di.EngineConfig.__dataclass_fields__)
     assert {v.becomes for v in VARIABLES if v.use == "field"} <= fields
-    uses = {"field", "drafts", "context", "already", "elsewhere", "refused"}
+    uses = {"field", "drafts", "context", "truncation", "already", "elsewhere", "refused"}
     assert {v.use for v in VARIABLES} == uses
 
 
@@ -258,5 +275,6 @@ def test_overlap_follows_what_an_engine_takes(monkeypatch):
 
 def test_what_has_no_field_is_named():
     text = " ".join((di.EngineConfig.production.__doc__ or "").split())
-    for words in ("Fixed(5)", "bounded replay", "parallelism", "graphs", "num_pages"):
+    named = ("Fixed(5)", "bounded replay", "replay=di.replay.Bounded()", "num_pages")
+    for words in (*named, "parallelism", "graphs"):
         assert words in text

@@ -126,7 +126,6 @@ _BALANCE = "needs experts spread over devices; this engine holds every expert on
 _NO_GRAPHS = "no step is captured as a graph here"
 _IMAGES = "needs the image tower in the engine, which takes text only"
 _GRAMMAR = "no grammar compiler is part of the package yet; see the grammar slot"
-_REPLAY = "needs a replay policy that drops rows; so far the replay slot has 'exact' only"
 _BALLOT = "needs the data-parallel votes; a single engine prefills when something waits"
 _LOGS = "this engine writes no log lines; read eng.stats"
 _PROFILE = "not built in; use torch.profiler around eng.step()"
@@ -178,8 +177,12 @@ VARIABLES: tuple[Variable, ...] = (
              "index scores are not split by a memory limit; lower max_num_batched_tokens"),
     _refused("ENGRAM_PAD_TOKEN", "int", 2, "it is engram_pad_token_id in config.json"),
     _already("ENGRAM_FORCE_GPU_STORAGE", "bool", False, "n-gram tables lie where the weights lie"),
-    _refused("YOCO_PREFILL_TRUNCATION_MODE", "off | mask | compact", "off", _REPLAY),
-    _refused("YOCO_PREFILL_KEEP_TOKENS", "int", 0, _REPLAY),
+    Variable("YOCO_PREFILL_TRUNCATION_MODE", "off | mask | compact", "off", "truncation",
+             "which prompt rows reach the decoder layers: replay=Bounded(mode=...), off is 'exact'",
+             "replay"),
+    Variable("YOCO_PREFILL_KEEP_TOKENS", "int", 0, "truncation",
+             "replay=Bounded(keep=n), at least window + backtracking; unused where the mode is off",
+             "replay"),
     _field("BATCH_INVARIANT", "bool", False, "batch_invariant",
            "bits that do not depend on the batch (on a CPU so far)"),
     _refused("PREFILL_STORE_EXTRA_STATE", "bool", False, "needs an external key-value store"),
@@ -228,12 +231,14 @@ BY_NAME: dict[str, Variable] = {v.full: v for v in VARIABLES}
 @dataclass(frozen=True)
 class Found:
     """What an environment says. settings: fields of EngineConfig; drafts: most drafted tokens a
-    step; max_context: most context of a prefill step, in tokens; both None where it is not said;
-    given: 'NAME=text' of each variable that is set."""
+    step; max_context: most context of a prefill step, in tokens; truncation: (mode, prompt rows
+    kept) of the replay slot; each None where it is not said; given: 'NAME=text' of each variable
+    that is set."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     drafts: int | None = None
     max_context: int | None = None
+    truncation: tuple[str, int] | None = None
     given: tuple[str, ...] = ()
 
 
@@ -255,7 +260,20 @@ def read(environ: Mapping[str, str]) -> Found:
     fields = {n: v.becomes for n, v in BY_NAME.items() if v.use == "field"}
     settings = {fields[n]: value for n, value in values.items() if n in fields}
     given = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
-    return Found(settings, drafts, context, given)
+    return Found(settings, drafts, context, _truncation(values), given)
+
+
+def _truncation(values: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The mode and the rows kept. Whether they are enough for a model its engine says."""
+    mode = values.get(PREFIX + "YOCO_PREFILL_TRUNCATION_MODE")
+    keep = _at_least(0, values, "YOCO_PREFILL_KEEP_TOKENS") or 0
+    if mode in ("mask", "compact") and not keep:
+        raise ValueError(
+            f"{PREFIX}YOCO_PREFILL_TRUNCATION_MODE={mode} needs "
+            f"{PREFIX}YOCO_PREFILL_KEEP_TOKENS: window + backtracking or more (134 for the "
+            "release; published runs use 140)"
+        )
+    return None if mode is None else (mode, keep)
 
 
 def _at_least(least: int, values: Mapping[str, Any], name: str) -> int | None:

@@ -92,6 +92,7 @@ class LLM:
     A DEEPINFER_* variable is read from os.environ now; an argument goes before it. Defaults that
     are not an Engine's: 256 sequences, 5 drafts a step (as many as the model drafts, kept by rule
     'match'), overlap where an engine has it. Precision is an Engine's: see EngineConfig.production.
+    Prompt rows are dropped where the YOCO_PREFILL_ variables or replay=di.replay.Bounded() say so.
 
     decode_sequence: True returns strings, False a list of RequestOutput (one a token) per prompt.
     Raises ValueError naming an argument or variable that cannot be had, TypeError for an unknown

@@ -16,6 +16,7 @@ from deepinfer.engine import environment
 from deepinfer.engine.runtime import DEFAULT_MODEL_LEN
 from deepinfer.engine.scheduler import DecodeOrder
 from deepinfer.slots.protocols import SLOTS
+from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def engine_keywords(
         )
     chosen.setdefault("verifier", _verifier(found.drafts, config))
     chosen.setdefault("scheduler", _scheduler(args, found, config))
+    if found.truncation is not None:
+        chosen.setdefault("replay", _replay(*found.truncation))
     chosen |= {n: args[n] for n in ("seed", "max_model_len", "max_num_seqs")}
     chosen["page_size"] = _page_size(args["tokens_per_block"], chosen.get("page_size"))
     chosen["max_num_batched_tokens"] = _rows(args, _drafts(chosen["verifier"], config), config)
@@ -124,6 +127,11 @@ def _verifier(drafts: int | None, config: ModelConfig) -> Any:
     """DeepInfer drafts 5 tokens a step; a model that drafts fewer (none) is taken at its most."""
     n = min(environment.DRAFTS, config.max_draft) if drafts is None else drafts
     return Fixed(n) if n else "off"
+
+
+def _replay(mode: str, keep: int) -> Any:
+    """DeepInfer's decoder side: 'off' is the default of its code, published runs are 'compact', 140."""
+    return "exact" if mode == "off" else Bounded(keep, mode)
 
 
 def _scheduler(args: Mapping[str, Any], found: environment.Found, config: ModelConfig) -> Any:

@@ -437,6 +437,23 @@ def test_the_environment_is_read_when_it_is_made(eng, monkeypatch):
         LLM(eng)
 
 
+def test_rows_are_dropped_where_the_environment_says_so(eng, monkeypatch):
+    """Off is DeepInfer's default; a keep that is too small is refused by the engine's model."""
+    assert repr(LLM(eng).engine.slots["replay"]) == "Exact()" and LLM(eng).engine.exact
+    monkeypatch.setenv("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "mask")
+    monkeypatch.setenv("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "40")
+    llm = LLM(eng)
+    assert repr(llm.engine.slots["replay"]) == "Bounded(keep=40, mode='mask')"
+    assert "approximate" in repr(llm.engine)
+    assert LLM(eng, replay="exact").engine.exact
+    monkeypatch.setenv("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "9")
+    with pytest.raises(ValueError, match="keep=9.*keep >= 22") as caught:
+        LLM(eng)
+    assert "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS=9" in caught.value.__notes__[0]
+    monkeypatch.setenv("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "off")
+    assert LLM(eng.with_(replay="bounded")).engine.exact
+
+
 def test_an_engines_refusal_says_what_the_environment_set(eng, monkeypatch):
     monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "9")
     with pytest.raises(ValueError, match="at most 5") as caught:

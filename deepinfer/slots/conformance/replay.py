@@ -159,19 +159,17 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
     """Compare with the lowest rows that later rows, and the tokens decoded after, look back to.
 
     A row of layer l sees the window keys of positions p - w + 1..p, which are projected from the
-    rows that enter layer l; every position's block KV is projected from the rows entering a KV
-    source. What is in the cache (below start) need not run again.
+    rows that enter layer l; an entry of block KV is projected from the whole group of rows that it
+    closes, at a KV source. Below start nothing runs: what is seen there has to be state KV.
     """
     w, length = config.sliding_window, prompt.length
     rolled = max(prompt.state_at - config.max_draft, 0)  # rings hold so much more than the window
-    expect(
-        plan.start == 0 or rolled <= plan.start <= prompt.state_at,
-        f"starts at {plan.start}: the windows before it are at hand at {prompt.state_at} only",
-    )
-    out = plan.start if prompt.wants_all_logits else length - 1  # rows whose logits are needed
+    at_hand = plan.start if rolled <= plan.start <= prompt.state_at else 0  # windows below it
+    out = 0 if prompt.wants_all_logits else length - 1  # rows whose logits are needed
     for layer in reversed(range(config.num_layers)):
+        out = max(out, at_hand)
         expect(
-            plan.rows_from[layer] <= out or plan.rows_from[layer] <= plan.start,
+            plan.rows_from[layer] <= out,
             f"layer {layer} drops rows below {plan.rows_from[layer]}, "
             f"later layers see those from {out}",
         )
@@ -182,11 +180,17 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
         )
         enter = min(seen, max(length - w + 1, 0))
         if layer in config.kv_source_layers:
-            enter = min(enter, plan.write_from)
-        enter = max(enter, plan.start)
+            ratio = config.ratio(layer)
+            enter = min(enter, plan.write_from // ratio * ratio)
+        enter = max(enter, at_hand)
         expect(
             plan.kv_from[layer] <= enter,
             f"layer {layer} does not write window keys below {plan.kv_from[layer]}, "
             f"those from {enter} are seen",
         )
         out = enter
+    expect(
+        plan.start <= max(out, at_hand),
+        f"starts at {plan.start}: the windows before it are at hand at {prompt.state_at} only, "
+        f"and rows from {out} are seen",
+    )
