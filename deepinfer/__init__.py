@@ -31,6 +31,7 @@ _WHERE = {
     "fmt": "deepinfer.display.notebook:fmt",
     "grammar": "deepinfer.slots.grammar",
     "kernels": "deepinfer.kernels",
+    "measure": "deepinfer.measure",
     "notebook": "deepinfer.display.notebook:notebook",
     "replay": "deepinfer.slots.replay",
     "sampler": "deepinfer.slots.sampler",

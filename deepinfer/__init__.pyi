@@ -2,6 +2,7 @@
 
 from deepinfer import data as data
 from deepinfer import kernels as kernels
+from deepinfer import measure as measure
 from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig
 from deepinfer.display.notebook import fmt as fmt

@@ -21,7 +21,7 @@ from deepinfer.model.context import ForwardContext
 from deepinfer.model.engram import Engram
 from deepinfer.model.layers import Linear, Norm, Weight
 from deepinfer.model.router import MoE
-from deepinfer.slots.protocols import AttnPlan, Rows, RowSet
+from deepinfer.slots.protocols import AttnPlan, Batch, Rows, RowSet
 
 if TYPE_CHECKING:
     from deepinfer.model.drafter import Drafter
@@ -130,15 +130,22 @@ class Model(nn.Module):
         """[t, m, d] streams: the embedding repeated."""
         return taken(self.embed.weight, ids)[:, None].expand(-1, self.config.hc_mult, -1)
 
-    def forward(self, ctx: ForwardContext) -> Output:
-        batch = ctx.batch
+    def first_rows(self, batch: Batch) -> Rows:
+        """What enters layer 0: every row of the batch, embedded."""
         streams = self.embed_rows(batch.ids)
-        rows = Rows(
+        return Rows(
             batch.row_set, streams, mhc.first_pre(batch.num_rows, self.config.hc_mult, streams),
             batch.ids, batch.lookback, batch.image, batch.rank,
         )
-        for layer in self.layers:
-            rows = layer(rows, ctx, self.token_map)
+
+    def run(self, rows: Rows, ctx: ForwardContext, first: int = 0, stop: int | None = None) -> Rows:
+        """Rows that enter layer `first`, as they leave layer `stop` - 1 (default: the last one)."""
+        for i in range(first, len(self.layers) if stop is None else stop):
+            rows = self.layers[i](rows, ctx, self.token_map)
+        return rows
+
+    def forward(self, ctx: ForwardContext) -> Output:
+        rows = self.run(self.first_rows(ctx.batch), ctx)
         if ctx.drafter and ctx.cache is not None:
             self.drafter.remember(rows, ctx)
         return Output(self.logits(rows, ctx), rows)

@@ -1,0 +1,227 @@
+"""How a ReplayReport looks: a row a policy, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.display import html, plots
+from deepinfer.display.html import PALETTE
+from deepinfer.display.numbers import counted, fmt
+from deepinfer.display.text import grid
+from deepinfer.measure.bootstrap import FEWEST, RESAMPLES, SEED
+from deepinfer.measure.replay.cost import OPS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from deepinfer.measure.replay.report import ReplayReport
+
+NOISE = 1e-9  # what is below differs between machines and means nothing: shown as such
+COLUMNS = (
+    "policy", "keep", "KL nats", "KL p99", "KL max", "top-1 agreement", "perplexity ratio",
+    "rows x layers", "FLOPs",
+)  # fmt: skip
+X_WORDS = {
+    "keep": "keep (prompt rows above the cut)",
+    "windows": "keep / window",
+    "depth": "(keep - W) / ((n - 1)(W - 1))",
+    "rows_share": "rows x layers of the prefill, share of exact",
+    "flops_share": "FLOPs of the prefill, share of exact",
+}
+METER_WORDS = {
+    "kl": "KL(exact || replay), nats",
+    "agreement": "top-1 agreement",
+    "dlogprob": "|log q - log p| of the next token, nats",
+    "perplexity_ratio": "perplexity / exact's",
+    "length_change": "tokens of a step, less exact's",
+    "window_rel_l2": "relative L2 of window keys",
+}
+
+
+def report_text(r: ReplayReport) -> str:
+    """One line a policy; nothing in it is a time."""
+    s = r.summary()
+    rows = [_cells(row) for row in s]
+    return "\n".join([grid(COLUMNS, rows, COLUMNS[1:2], title=s.title, width=160), *_notes(r)])
+
+
+def report_html(r: ReplayReport) -> str:
+    s = r.summary()
+    rows = [_html_cells(row) for row in s]
+    body = [html.table(COLUMNS, rows, numeric=COLUMNS[1:2])]
+    body += [html.block(html.muted(note)) for note in _notes(r)]
+    return html.card("Replay against exact", *body, note=s.title.removeprefix("replay against exact "))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["policy"], _number(row["keep"]), _with_interval(row, "kl"), _number(row["kl_p99"]),
+        _number(row["kl_max"]), _with_interval(row, "agreement"),
+        _with_interval(row, "perplexity_ratio"), _share(row["rows_share"]), _share(row["flops_share"]),
+    ]  # fmt: skip
+
+
+def _html_cells(row: dict[str, Any]) -> list[object]:
+    cells: list[object] = list(_cells(row))
+    cells[0] = html.code(row["policy"])
+    for i, name in ((2, "kl"), (5, "agreement"), (6, "perplexity_ratio")):
+        cells[i] = html.join([
+            html.block(_number(row[name]), style="white-space:nowrap"),
+            html.block(html.muted(_interval(row, name)), style="white-space:nowrap"),
+        ])  # fmt: skip
+    return cells
+
+
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    return f"{_number(row[name])} {_interval(row, name)}".rstrip()
+
+
+def _interval(row: dict[str, Any], name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    if low is None or max(abs(low), abs(high)) < NOISE:
+        return ""
+    return f"[{_number(low)}, {_number(high)}]"
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return ""
+    return "<1e-9" if 0 < abs(x) < NOISE else fmt(x if isinstance(x, int) else float(x))
+
+
+def _share(x: float | None) -> str:
+    return "" if x is None else f"{100 * x:.1f} %"
+
+
+def _notes(r: ReplayReport) -> list[str]:
+    n = r.facts["groups"]
+    notes = [
+        "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the prompt's "
+        "prefill, share of exact"
+    ]
+    if n < FEWEST:
+        return [*notes, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
+    return [*notes, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+def plot_error(
+    r: ReplayReport, meter: str, x: str, of: str, ax: Axes | None, floors: ReplayReport | None
+) -> Axes:
+    """A meter of every policy over keep or another measure of the cut, with 95 % bars."""
+    if x not in X_WORDS:
+        raise ValueError(f"x={x!r}: {', '.join(X_WORDS)}")
+    summary = {row["policy"]: row for row in r.summary()}
+    series: dict[Any, list[tuple]] = {}
+    for name, row in summary.items():
+        if row[x] is not None:
+            series.setdefault(row["cut_layer"], []).append((row[x], r.estimate(name, meter, of)))
+    ax = plots.axes(ax)
+    several = len([k for k in series if k is not None]) > 1
+    for i, (layer, points) in enumerate(sorted(series.items(), key=lambda s: (s[0] is None, s[0]))):
+        points.sort(key=lambda p: p[0])
+        xs, es = [p[0] for p in points], [p[1] for p in points]
+        ys = [e.value for e in es]
+        bars = None
+        if all(e.low is not None for e in es):
+            bars = [[max(e.value - e.low, 0) for e in es], [max(e.high - e.value, 0) for e in es]]
+        label = "nothing is cut" if layer is None else f"cut at layer {layer}"
+        ax.errorbar(
+            xs, ys, yerr=bars, label=label, color=PALETTE[i % len(PALETTE)], capsize=2,
+            marker=plots.MARKERS[i % len(plots.MARKERS)], markersize=4,
+        )  # fmt: skip
+    if meter in ("kl", "dlogprob", "window_rel_l2") and _positive(ax):
+        ax.set_yscale("log")
+    drawn = _floors(ax, floors, meter, of)
+    said = "" if of == "mean" else f", {of}"
+    ax.set_xlabel(X_WORDS[x])
+    ax.set_ylabel(METER_WORDS[meter] + said)
+    ax.spines[["top", "right"]].set_visible(False)
+    if several or drawn:
+        ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def _positive(ax: Axes) -> bool:
+    """Whether a logarithm of what is drawn makes sense: something lies above rounding."""
+    ys = [float(y) for line in ax.get_lines() for y in line.get_ydata()]  # type: ignore[union-attr]
+    return any(y > 1e-15 for y in ys)
+
+
+def _floors(ax: Axes, floors: ReplayReport | None, meter: str, of: str) -> bool:
+    if floors is None:
+        return False
+    left = ax.get_xlim()[0]
+    for i, name in enumerate(floors.policies):
+        e = floors.estimate(name, meter, of)
+        colour = PALETTE[(len(PALETTE) - 1 - i) % len(PALETTE)]
+        ax.axhline(e.value, color=colour, linestyle=(0, (4, 2 + i)), linewidth=1, label=name)
+        if e.low is not None:
+            ax.axhspan(e.low, e.high, color=colour, alpha=0.12, linewidth=0)
+    ax.set_xlim(left=left)
+    return True
+
+
+def plot_layers(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
+    ax = _lines(r.by_layer().rows, "layer", ax, policies)
+    ax.set_xlabel("decoder layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    return ax
+
+
+def plot_distance(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
+    rows = [row | dict(middle=(row["distance"] + row["until"] - 1) / 2) for row in r.by_distance()]
+    ax = _lines(rows, "middle", ax, policies)
+    ax.set_xlabel("distance from the cut, tokens (position - lo)")
+    return ax
+
+
+def _lines(rows: list[dict[str, Any]], x: str, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
+    """Relative L2 over a column, a line a policy with a band of 95 %; policies without error are left
+    out."""
+    ax, by = plots.axes(ax), {}
+    for row in rows:
+        by.setdefault(row["policy"], []).append(row)
+    by = {n: g for n, g in by.items() if any(row["rel_l2"] for row in g)}
+    shown = [n for n in (by if policies is None else policies) if n in by][: len(PALETTE)]
+    for i, name in enumerate(shown):
+        points = sorted((row for row in by[name] if row["rel_l2"]), key=lambda row: row[x])
+        at, ys = [row[x] for row in points], [row["rel_l2"] for row in points]
+        ax.plot(at, ys, label=name, color=PALETTE[i], marker=plots.MARKERS[i], markersize=4)
+        if points and points[0]["rel_l2_low"] is not None:
+            ends = ([row[f"rel_l2_{end}"] for row in points] for end in ("low", "high"))
+            ax.fill_between(at, *ends, color=PALETTE[i], alpha=0.15, linewidth=0)
+    if shown:
+        ax.set_yscale("log")
+        left_out = len(by) - len(shown) if policies is None else 0
+        title = f"policy ({len(shown)} of {len(by)} shown)" if left_out else "policy"
+        ax.legend(title=title, frameon=False, fontsize="small")
+    ax.set_ylabel(METER_WORDS["window_rel_l2"])
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def plot_cost(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
+    """Bars of FLOPs by op, the largest ops of exact first; what rows x layers say as a mark."""
+    ax, plans = plots.axes(ax), {row["policy"]: row for row in r.plans}
+    shown = ["exact", *(n for n in (r.policies if policies is None else policies) if n in plans)]
+    shown = list(dict.fromkeys(shown))
+    whole: dict[str, Any] = plans["exact"]
+    order = sorted(OPS, key=lambda op: -whole[f"flops_{op}"])[: len(PALETTE) - 1]
+    left = [0.0] * len(shown)
+    parts = {op: [plans[n][f"flops_{op}"] / whole["flops"] for n in shown] for op in order}
+    parts["other"] = [plans[n]["flops_share"] - sum(p[i] for p in parts.values()) for i, n in enumerate(shown)]
+    for i, (op, widths) in enumerate(parts.items()):
+        ax.barh(range(len(shown)), widths, left=left, height=0.7, label=op, color=PALETTE[i])
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    rows = [plans[n]["rows_share"] for n in shown]
+    ax.plot(rows, range(len(shown)), "k|", markersize=12, label="rows x layers")
+    ax.set_yticks(range(len(shown)), shown)
+    ax.invert_yaxis()
+    ax.set_xlabel("prefill of the prompt, FLOPs as a share of exact")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    return ax

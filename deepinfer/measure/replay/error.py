@@ -1,0 +1,300 @@
+"""replay_error: what a replay policy changes in the tokens behind a prompt, and what it saves.
+
+    report = di.measure.replay_error(eng, texts, [80, 128, 256], prompt=1024, continuation=64)
+    report                      # a row a policy: errors with intervals, rows x layers, FLOPs
+    report.plot_error()
+
+Teacher-forced: the first `prompt` ids of a text are the prompt, the next `continuation` ids are what
+follows, and the rows measured are those that predict them. The reference is the policy `exact` with
+the same weights and slots. All policies share the layers in front of their cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.measure.laws import law_error
+from deepinfer.measure.provenance import of_engine
+from deepinfer.measure.replay.cost import prefill_cost
+from deepinfer.measure.replay.drafts import accepted_lengths
+from deepinfer.measure.replay.passes import Passage, Pass, behind_hit, first_layer, prefix_pages
+from deepinfer.measure.replay.report import ReplayReport
+from deepinfer.measure.replay.texts import Texts
+from deepinfer.measure.replay.windows import lowest, window_errors
+from deepinfer.slots.protocols import Prompt, ReplayPlan
+
+if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine, Prompts
+    from deepinfer.engine.runtime import Runtime
+
+Keeps = int | Iterable[int] | Mapping[str, Any]
+
+
+@torch.no_grad()
+def replay_error(
+    eng: Engine,
+    texts: Prompts,
+    keeps: Keeps,
+    prompt: int,
+    continuation: int,
+    *,
+    groups: Sequence[Any] | None = None,
+    hit: int = 0,
+    drafter: bool = True,
+    apart: int = 4,
+) -> ReplayReport:
+    """Errors and costs of replay policies on the tokens behind a prompt.
+
+    eng: its own replay policy does not matter. keeps: one or more values of Bounded(keep=...), or
+    named policies (objects, or names of the slot). groups: one label a text (the module it comes
+    from, say), over which intervals are taken; default: each text its own. hit: tokens of exact block
+    KV, in whole pages, that are at hand without state KV, as after a prefix hit. drafter: expected
+    accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A text is one
+    step: its rows are not chunked, whatever max_num_batched_tokens says.
+
+    Raises ValueError for a keep that the model refuses, a text that is too short, a plan that breaks
+    a law; ArithmeticError, naming policy, text and position, for logits that are not finite.
+    """
+    found = Texts.of(eng, texts, prompt, continuation, groups, "replay_error")
+    if isinstance(apart, bool) or not isinstance(apart, int) or apart < 1:
+        raise ValueError(f"replay_error: apart={apart!r}: tokens between draft blocks, 1 or more")
+    engines = policies(eng, keeps)
+    with measuring_engine(eng, prompt + continuation, hit) as own:
+        rt = own.runtime
+        check_hit(hit, prompt, rt.limits.page_size)
+        plans = {name: plan_of(e, name, prompt, hit) for name, e in engines.items()}
+        rows = Rows(found, plans, rt, apart if drafter else 0)
+        for i in range(len(found)):
+            rows.measure(i, hit)
+        facts = of_engine(eng) | found.facts | dict(hit=hit, apart=apart)
+        facts["policies"] = {name: repr(e.slots["replay"]) for name, e in engines.items()}
+        facts["slots"] = facts["slots"] | {"replay": "the policies'"}
+        return ReplayReport.of(rows.passages, rows.tokens, rows.windows, rows.plans(), facts)
+
+
+# ----------------------------------------------------------------------------- policies and plans
+
+
+def policies(eng: Engine, keeps: Keeps) -> dict[str, Engine]:
+    """An engine for every policy; nothing runs in them, they have checked the policy."""
+    if isinstance(keeps, Mapping):
+        named = dict(keeps)
+    else:
+        from deepinfer.slots.replay import Bounded
+
+        values = [keeps] if isinstance(keeps, int) else list(keeps)
+        named = {f"keep {k}": Bounded(keep=k) for k in values}
+        if len(named) < len(values):
+            raise ValueError(f"replay_error: keeps={values}: a value is given twice")
+    if not named:
+        raise ValueError("replay_error: no keeps: give at least one, or policies by name")
+    return {str(name): eng.with_(replay=policy) for name, policy in named.items()}
+
+
+def plan_of(engine: Engine, name: str, prompt: int, hit: int) -> ReplayPlan:
+    """The policy's plan. ValueError, TypeError naming the policy where it is none or breaks a law."""
+    asked, c = Prompt(prompt, hit), engine.config
+    plan = engine._started["replay"].plan(asked, c)
+    if not isinstance(plan, ReplayPlan):
+        raise TypeError(f"replay_error: policy {name!r} planned {plan!r}: want a ReplayPlan")
+    try:
+        return plan.validate(asked, c.num_hidden_layers, c.kv_source_layer_ids)
+    except ValueError as error:
+        raise ValueError(f"replay_error: policy {name!r}: {error}") from None
+
+
+def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
+    """An engine of the measurement's own, so that eng's cache and counters stay as they are: room for
+    one text of `length` ids, and for the pages of a hit beside them."""
+    page = eng.settings.page_size or eng.config.sliding_window
+    return eng.with_(
+        replay="exact", max_model_len=length, max_num_seqs=1, prefix_cache=False, num_snapshots=None,
+        num_pages=-(-length // page) + hit // page + 1,
+    )  # fmt: skip
+
+
+def check_hit(hit: int, prompt: int, page: int) -> None:
+    if isinstance(hit, bool) or not isinstance(hit, int) or not 0 <= hit < prompt or hit % page:
+        raise ValueError(
+            f"replay_error: hit={hit!r}: tokens of block KV found, a multiple of the page size "
+            f"({page}) below prompt={prompt}"
+        )
+
+
+# ------------------------------------------------------------------------------------- measuring
+
+
+class Rows:
+    """The rows of all tables, filled text by text."""
+
+    def __init__(self, texts: Texts, plans: dict[str, ReplayPlan], rt: Runtime, apart: int) -> None:
+        self.texts, self.by_name, self.rt, self.apart = texts, plans, rt, apart
+        self.shape = {name: shape_of(plan, texts.prompt, rt.config) for name, plan in plans.items()}
+        self.passages: list[dict[str, object]] = []
+        self.tokens: list[dict[str, object]] = []
+        self.windows: list[dict[str, object]] = []
+        self.ran = dict.fromkeys(["exact", *plans], 0)
+        # a shape that no text could have tells which plans need the cache
+        self._cached = {n for n, p in plans.items() if p.start or p.write_from}
+        self._layers = {
+            at for n, p in plans.items() if n not in self._cached and (at := first_layer(p)) is not None
+        }
+
+    def measure(self, i: int, hit: int) -> None:
+        """Every policy on text i."""
+        rt, texts, ids = self.rt, self.texts, self.texts.fed(i)
+        passage = Passage(rt, ids, texts.prompt, self._layers)
+        exact = passage.exact
+        self.ran["exact"] += exact.rows_x_layers
+        check_finite(exact.logits, "exact", i, texts.prompt)
+        lengths = self._lengths(exact, ids)
+        with prefix_pages(rt, ids[:hit]) if self._cached else nullcontext([]) as held:
+            for name, plan in self.by_name.items():
+                if name in self._cached:
+                    done = behind_hit(rt, ids, texts.prompt, plan, held)
+                else:
+                    done = passage.by(plan)
+                self.ran[name] += done.rows_x_layers
+                check_finite(done.logits, name, i, texts.prompt)
+                whole = done.logits is exact.logits
+                self._keep(name, i, exact, done, lengths, lengths if whole else self._lengths(done, ids))
+
+    def _lengths(self, done: Pass, ids: list[int]) -> Tensor:
+        if not self.apart:
+            return torch.zeros(0)
+        return accepted_lengths(self.rt, done, ids, self.texts.prompt, self.apart)
+
+    def _keep(self, name: str, i: int, exact: Pass, done: Pass, before: Tensor, after: Tensor) -> None:
+        texts, plan = self.texts, self.by_name[name]
+        label = texts.label(i) | dict(policy=name) | self.shape[name]
+        windows = [
+            label | row
+            for row in window_errors(
+                exact, done, plan, 0 if name in self._cached else first_layer(plan) or 0,
+                len(texts.fed(i)), self.rt.config,
+            )
+        ]  # fmt: skip
+        self.windows += windows
+        norm2 = sum(w["norm2"] for w in windows)
+        rel_l2 = (sum(w["error2"] for w in windows) / norm2) ** 0.5 if norm2 else 0.0
+        rows, tokens = law_rows(label, exact.logits, done.logits, texts, i)
+        self.tokens += tokens
+        lengths: dict[str, object] = dict(blocks=len(after), length_exact=None, length=None)
+        if len(after):
+            lengths |= dict(length_exact=float(before.mean()), length=float(after.mean()))
+        self.passages.append(rows | lengths | dict(window_rel_l2=rel_l2))
+
+    def plans(self) -> list[dict[str, object]]:
+        """One row a policy: what its plan costs, and what this measurement ran for it."""
+        config, prompt, n = self.rt.config, self.texts.prompt, len(self.texts)
+        none = (0,) * config.num_layers
+        everything = ReplayPlan(0, 0, none, none, none, why="all rows")
+        whole = prefill_cost(everything, prompt, config)
+        behind = (self.texts.continuation - 1) * config.num_layers
+        rows = []
+        for name, plan in {"exact": everything, **self.by_name}.items():
+            cost = prefill_cost(plan, prompt, config)
+            rows.append(
+                dict(policy=name, **shape_of(plan, prompt, config), why=plan.why)
+                | dict(rows_x_layers=cost.rows_x_layers, flops=cost.total)
+                | dict(rows_share=cost.rows_x_layers / whole.rows_x_layers)
+                | dict(flops_share=cost.total / whole.total)
+                | {f"flops_{op}": x for op, x in cost.flops.items()}
+                | dict(ran=self.ran[name], alone=n * (cost.rows_x_layers + behind))
+            )
+        return rows
+
+
+def shape_of(plan: ReplayPlan, prompt: int, config: Any) -> dict[str, object]:
+    """How a plan cuts. keep: prompt rows above the first cut (all of them where there is none);
+    cut_layer: where; cut_layers: n, those whose window is cut; windows: keep / W; depth:
+    (keep - W) / ((n - 1)(W - 1)), 1 at the exact length (None for n < 2)."""
+    first, window = first_layer(plan), config.sliding_window
+    keep = prompt - (0 if first is None else lowest(plan, first))
+    n = sum(f > 0 for f in plan.floor)
+    depth = (keep - window) / ((n - 1) * (window - 1)) if n > 1 else None
+    return dict(
+        keep=keep, windows=keep / window, depth=depth, cut_layer=first, cut_layers=n, start=plan.start
+    )
+
+
+def law_rows(
+    label: dict[str, object], p: Tensor, q: Tensor, texts: Texts, i: int
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """(the row of the passage, a row a token) of logits p and q [c, v] of text i."""
+    error = law_error(p, q, texts.next(i))
+    names = ("kl", "agreement", "dlogprob", "nats_p", "nats_q")
+    columns = {name: getattr(error, name).tolist() for name in names}
+    brief = {k: label[k] for k in ("text", "group", "policy")}
+    tokens = [
+        brief | dict(position=texts.prompt + k) | {name: columns[name][k] for name in names}
+        for k in range(texts.continuation)
+    ]
+    return label | dict(rows=texts.continuation) | error.summary(), tokens
+
+
+def check_finite(logits: Tensor, name: str, text: int, prompt: int) -> None:
+    bad = ~logits.isfinite().all(-1)
+    if bad.any():
+        at = prompt - 1 + int(bad.nonzero()[0])
+        raise ArithmeticError(
+            f"replay_error: policy {name!r}, text {text}, position {at}: the logits are not finite"
+        )
+
+
+# --------------------------------------------------------------------------- floors, other engines
+
+
+
+@torch.no_grad()
+def logits_error(
+    eng: Engine,
+    others: Mapping[str, Any],
+    texts: Prompts,
+    prompt: int,
+    continuation: int,
+    *,
+    groups: Sequence[Any] | None = None,
+) -> ReplayReport:
+    """The same meters of the same rows between eng and other engines: floors and baselines.
+
+    others: by name, an Engine, or a function (ids, prompt) -> [t, v] logits of all rows, such as
+    lambda ids, prompt: eng.logits(ids, prompt, chunks=[...]). Window keys, drafts and costs are not
+    compared. Raises as `replay_error`, and ValueError where vocabularies differ.
+    """
+    from deepinfer.measure.compare import named
+
+    engines = {n: x for n, x in others.items() if not callable(x)}
+    if not others:
+        raise ValueError("logits_error: no others: give engines or functions by name")
+    if engines:
+        named(eng, engines)
+    found = Texts.of(eng, texts, prompt, continuation, groups, "logits_error")
+    passages, tokens = [], []
+    for i in range(len(found)):
+        ids = found.fed(i)
+        p = eng.logits(ids, prompt=prompt)[prompt - 1 :]
+        check_finite(p, "the first engine", i, prompt)
+        for name, other in others.items():
+            q = other(ids, prompt) if callable(other) else other.logits(ids, prompt=prompt)
+            q = torch.as_tensor(q)[prompt - 1 :]
+            check_finite(q, name, i, prompt)
+            row, rows = law_rows(found.label(i) | dict(policy=name), p, q, found, i)
+            passages.append(row)
+            tokens += rows
+    facts = of_engine(eng) | found.facts
+    facts["policies"] = {
+        n: _changes(eng, engines[n]) if n in engines else "a function" for n in others
+    }
+    return ReplayReport.of(passages, tokens, [], [], facts)
+
+
+def _changes(eng: Engine, other: Engine) -> str:
+    from deepinfer.display.engine import changes
+
+    return changes(eng, other)

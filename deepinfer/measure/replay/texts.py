@@ -1,0 +1,80 @@
+"""The texts of a measurement: token ids of one length, and the group that each belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from deepinfer.engine.engine import Engine, Prompts
+
+
+@dataclass(frozen=True)
+class Texts:
+    """ids: of each text, prompt + continuation of them; groups: one label a text."""
+
+    ids: tuple[tuple[int, ...], ...]
+    groups: tuple[str, ...]
+    prompt: int
+    continuation: int
+
+    @staticmethod
+    def of(
+        eng: Engine, texts: Prompts, prompt: int, continuation: int, groups: Sequence[Any] | None,
+        who: str,
+    ) -> Texts:  # fmt: skip
+        """Raises ValueError naming the text that is bad or too short, and labels that don't fit."""
+        from deepinfer.engine.text import encode_prompt, prompt_list
+
+        for name, value in (("prompt", prompt), ("continuation", continuation)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{who}: {name}={value!r}: a number of tokens, 1 or more")
+        total, found = prompt + continuation, []
+        for i, text in enumerate(prompt_list(texts)[0]):
+            try:
+                ids = encode_prompt(eng, text)
+            except ValueError as error:
+                raise ValueError(f"{who}: text {i}: {error}") from None
+            if len(ids) < total:
+                raise ValueError(
+                    f"{who}: text {i} has {len(ids)} tokens; prompt={prompt} and continuation="
+                    f"{continuation} take {total}: give a longer text or ask for less"
+                )
+            found.append(tuple(ids[:total]))
+        if not found:
+            raise ValueError(f"{who}: no texts: give at least one")
+        labels = range(len(found)) if groups is None else list(groups)
+        if len(labels) != len(found):
+            raise ValueError(f"{who}: {len(labels)} groups for {len(found)} texts: want one label each")
+        if total > eng.config.max_position_embeddings:
+            raise ValueError(
+                f"{who}: {total} tokens, the model has {eng.config.max_position_embeddings} positions"
+            )
+        return Texts(tuple(found), tuple(map(str, labels)), prompt, continuation)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def fed(self, i: int) -> list[int]:
+        """The ids of text i that are fed: all but the last, which nothing has to predict from."""
+        return list(self.ids[i][:-1])
+
+    def next(self, i: int) -> torch.Tensor:
+        """[c] the tokens that really come after the prompt of text i."""
+        return torch.tensor(self.ids[i][self.prompt :])
+
+    def label(self, i: int) -> dict[str, object]:
+        return dict(text=i, group=self.groups[i])
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Provenance: sizes, and a hash of all ids."""
+        digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
+        return dict(
+            texts=len(self), groups=len(set(self.groups)), prompt=self.prompt,
+            continuation=self.continuation, ids=digest,
+        )  # fmt: skip
