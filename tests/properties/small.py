@@ -109,9 +109,11 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @functools.cache
-def base_engine(layout: str, vocab: int | None, seed: int, dtype: str) -> Engine:
+def base_engine(
+    layout: str, vocab: int | None, seed: int, dtype: str, window: int = WINDOW
+) -> Engine:
     """An engine over a small model that is made once a process."""
-    config = small_config(layout, vocab)
+    config = small_config(layout, vocab, sliding_window=window)
     state = {w.name: draw(seed, w.name, w.shape) for w in names.weights(config)}
     checkpoint = MemoryCheckpoint(config, state, tiny_tokenizer() if vocab is None else None)
     loaded = weights.from_checkpoint(
@@ -132,10 +134,16 @@ def base_engine(layout: str, vocab: int | None, seed: int, dtype: str) -> Engine
 
 
 def small_engine(
-    layout: str = "2 and 1", *, vocab=None, weights_seed=0, dtype="float64", **changes
+    layout: str = "2 and 1",
+    *,
+    vocab=None,
+    weights_seed=0,
+    dtype="float64",
+    window=WINDOW,
+    **changes,
 ) -> Engine:
     """An engine of its own over shared small weights; changes as of `Engine.with_`."""
-    return base_engine(layout, vocab, weights_seed, dtype).with_(**changes)
+    return base_engine(layout, vocab, weights_seed, dtype, window).with_(**changes)
 
 
 def stream(

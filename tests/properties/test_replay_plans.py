@@ -1,6 +1,7 @@
-"""Replay plans: rows that are dropped, rows that start behind a hit. Policies of this file stand
-for those to come; checked is what the stack, the cache and the engine do with their plans."""
+"""Replay plans: rows that are dropped, rows that start behind a hit. Checked is what the
+stack, the cache and the engine do with the plans, also with those that no policy makes."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from deepinfer.engine.batch import Work
 from deepinfer.slots.protocols import Prompt, ReplayPlan
+from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,51 +21,44 @@ KEEP = WINDOW + DRAFTS + 1
 IDS = stream(3 * WINDOW + 8, 5)
 
 
+class Last(Bounded):
+    """Bounded with any number of rows kept, also fewer than an engine takes."""
+
+    def start(self, info):
+        return copy.copy(self)
+
+
 @dataclass(eq=False)
-class Last:
-    """From layer `layer` on only the last `keep` prompt rows go on. open: that layer itself still
-    sees its whole window. mask: all rows go on, kept ones see what they would see."""
+class Twice:
+    """Rows are dropped at the first decoder layer, and again two layers on."""
 
     keep: int = KEEP
-    layer: int = 2
-    open: bool = False
-    mask: bool = False
+    mode: str = "compact"
 
     version, exact, batch_invariant, on_device = 1, False, True, False
-
-    def plan(self, prompt: Prompt, config) -> ReplayPlan:
-        cut, layers = max(prompt.length - self.keep, 0), range(config.num_layers)
-        first = self.layer + self.open
-        floor = tuple(cut if i >= first else 0 for i in layers)
-        none = (0,) * len(layers)
-        rows = none if self.mask else tuple(cut if i >= self.layer else 0 for i in layers)
-        kept = none if self.mask else floor
-        return ReplayPlan(
-            0, 0, kept, rows, floor, cut == 0, f"last {self.keep} rows from layer {self.layer}"
-        )
-
-
-@dataclass(eq=False)
-class Twice(Last):
-    """Rows are dropped at the first decoder layer, and again two layers on."""
+    layer, whole_window = 2, False
 
     def plan(self, prompt: Prompt, config) -> ReplayPlan:
         one, two = max(prompt.length - 2 * self.keep, 0), max(prompt.length - self.keep, 0)
         floor = (0, 0, one, one, two)
-        rows = (0,) * 5 if self.mask else floor
+        rows = (0,) * 5 if self.mode == "mask" else floor
         return ReplayPlan(0, 0, rows, rows, floor, False, "in two stages")
 
 
 POLICIES = {
     "first decoder layer": dict(layer=2),
-    "its window open": dict(layer=2, open=True),
+    "its window open": dict(layer=2, whole_window=True),
     "a reindexing layer": dict(layer=3),
-    "a reindexing layer, its window open": dict(layer=3, open=True),
+    "a reindexing layer, its window open": dict(layer=3, whole_window=True),
     "the last layer": dict(layer=4),
-    "the last layer, its window open": dict(layer=4, open=True),
+    "the last layer, its window open": dict(layer=4, whole_window=True),
     "short": dict(layer=2, keep=5),
     "last row": dict(layer=2, keep=1),
 }
+
+
+def last(name: str) -> Last:
+    return Last(**{"keep": KEEP, **POLICIES[name]})
 
 
 def engine(policy, **settings):
@@ -83,7 +78,8 @@ def cut_of(policy, length: int) -> int:
 def test_dropping_is_masking_on_the_rows_that_are_kept(policy):
     """Logits of kept and of decoded rows, every cached row that is read later, and the drafts."""
     make, changes = policy
-    dropped, masked = make(**changes), make(**changes, mask=True)
+    changes = {"keep": KEEP, **changes}
+    dropped, masked = make(**changes), make(**changes, mode="mask")
     a, b = engine(dropped), engine(masked)
     n = 3 * WINDOW
     got, want = run(a.runtime, dropped, n), run(b.runtime, masked, n)
@@ -92,7 +88,7 @@ def test_dropping_is_masking_on_the_rows_that_are_kept(policy):
     torch.testing.assert_close(got.logits[cut:], want.logits[cut:], **TOLERANCE)
     for name, rows in got.rows.items():
         kind, layer = name.split(".")
-        lowest = cut if kind == "window" and int(layer) >= dropped.layer + dropped.open else 0
+        lowest = cut if kind == "window" and int(layer) >= dropped.layer + dropped.whole_window else 0
         for number, row in rows.items():
             if number >= max(lowest, n - WINDOW if kind == "window" else 0):
                 torch.testing.assert_close(
@@ -150,7 +146,7 @@ sizes = st.one_of(
     st.integers(0, 3),
 )
 def test_chunks_intersect_the_plan_and_never_change_it(name, n, chunks, company):
-    policy = Last(**POLICIES[name])
+    policy = last(name)
     rt = engine_of(name).runtime
     whole = run(rt, policy, n)
     cuts, left = [], n
@@ -168,7 +164,7 @@ ENGINES: dict = {}
 
 def engine_of(name: str):
     if name not in ENGINES:
-        ENGINES[name] = engine(Last(**POLICIES[name]))
+        ENGINES[name] = engine(last(name))
     return ENGINES[name]
 
 
@@ -200,11 +196,11 @@ def test_generation_by_such_a_plan_is_what_its_logits_say():
     eng = engine_of("first decoder layer")
     prompts = [IDS[:48], IDS[3:10], IDS[:33]]
     texts = eng.generate(prompts, max_tokens=8, temperature=0.0).raise_for_errors()
-    small = engine(Last(**POLICIES["first decoder layer"]), max_num_batched_tokens=24)
+    small = engine(last("first decoder layer"), max_num_batched_tokens=24)
     assert [c.token_ids for c in small.generate(prompts, max_tokens=8, temperature=0.0)] == [
         c.token_ids for c in texts
     ]
-    off = small_engine(replay=Last(**POLICIES["first decoder layer"]))
+    off = small_engine(replay=last("first decoder layer"))
     for prompt, c in zip(prompts, texts):
         assert off.generate(prompt, max_tokens=8, temperature=0.0)[0].token_ids == c.token_ids
         logits = eng.logits([*prompt, *c.token_ids], prompt=len(prompt))[len(prompt) - 1 : -1]
@@ -235,8 +231,9 @@ def test_log_probabilities_of_dropped_rows_are_refused_by_name():
     assert eng.runtime.pages.free == eng.runtime.pages.size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Broken(Last):
+    keep: int = KEEP
     change: tuple = ()
 
     def plan(self, prompt: Prompt, config) -> ReplayPlan:

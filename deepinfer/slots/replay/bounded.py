@@ -73,7 +73,7 @@ class Bounded:
         parts += [f"sides={self.sides!r}"] if self.sides != "decoder" else []
         parts += [f"layer={self.layer}"] if self.layer is not None else []
         parts += ["whole_window=True"] if self.whole_window else []
-        return f"Bounded({', '.join(parts)})"
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
     def cuts(self) -> bool:

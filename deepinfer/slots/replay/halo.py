@@ -50,7 +50,7 @@ class Halo:
         if hit <= config.sliding_window and not state_at:
             hit = 0  # so short a hit saves no row of any layer's window
         key = first_keys(length, hit, config)
-        start = max(key[0], state_at)
+        start = max(min(key[0], hit), state_at)
         restored = start == state_at
         # Below `start` a window is what state KV brought, and empty where there was none.
         below = 0 if restored else start
