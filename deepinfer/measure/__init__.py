@@ -22,7 +22,7 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str):
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {', '.join(__all__)}")
     module, _, attribute = _WHERE[name].partition(":")
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value

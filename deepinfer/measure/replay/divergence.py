@@ -40,8 +40,6 @@ def replay_divergence(
     found = Texts.of(eng, texts, prompt, max_tokens, groups, "replay_divergence")
     base = eng.with_(prefix_cache=False, num_snapshots=None)
     named = policies(eng, keeps)
-    if "exact" in named:
-        raise ValueError("replay_divergence: the name 'exact' means the reference: give another")
     engines = {"exact": base.with_(replay="exact"), **{
         name: base.with_(replay=e.slots["replay"]) for name, e in named.items()
     }}  # fmt: skip

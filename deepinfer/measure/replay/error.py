@@ -93,6 +93,8 @@ def policies(eng: Engine, keeps: Keeps) -> dict[str, Engine]:
             raise ValueError(f"replay_error: keeps={values}: a value is given twice")
     if not named:
         raise ValueError("replay_error: no keeps: give at least one, or policies by name")
+    if "exact" in named:
+        raise ValueError("replay_error: the name 'exact' means the reference: give this one another")
     return {str(name): eng.with_(replay=policy) for name, policy in named.items()}
 
 
