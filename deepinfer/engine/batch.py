@@ -52,6 +52,7 @@ def build(
     cuts, last = row_cuts(works, config.num_hidden_layers, rows, device)
     floors, kv_from, groups = layer_floors(works, config)
     write_from = [w.plan.write_from if w.plan is not None else 0 for w in works]
+    found = any(f > s for f, s in zip(write_from, starts))  # block KV that these rows do not write
     width = max([1, *(len(w.pages) for w in works)])
     return Batch(
         ids=long([i for w in works for i in w.ids]),
@@ -66,10 +67,10 @@ def build(
         row_set=rows,
         reach=max([0, *(s + n for s, n in zip(starts, counts))]),
         max_rows=max([0, *counts]),
-        has_history=any(starts),
+        has_history=any(starts) or found,
         floors=None if floors is None else long(floors),
         floor_groups=groups,
-        write_from=long(write_from) if any(f > s for f, s in zip(write_from, starts)) else None,
+        write_from=long(write_from) if found else None,
         kv_from=None if kv_from is None else long(kv_from),
         cuts=cuts,
     )
