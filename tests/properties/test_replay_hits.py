@@ -1,0 +1,320 @@
+"""Behind a prefix hit: what a policy adopts of it, runs again, leaves alone and marks.
+
+TM is a model with a window of 8 and backtracking of 6, whose figures the tests of faults are told in.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from deepinfer.engine.batch import Work
+from deepinfer.slots.protocols import Prompt
+from deepinfer.slots.replay import Bounded, Exact, Halo
+from deepinfer.slots.verifier import Fixed
+
+from engine.pool import check, check_empty
+from engine.test_prefix import crowd
+from engine.test_prefix import engine as caching
+from properties.serial import Place, block, forward, state_rows, stored
+from properties.small import DRAFTS, small_engine, stream
+from properties.test_bounded_replay import IDS, KEEP, TOKENS, close, tm
+
+torch.set_num_threads(1)
+SLOW = pytest.mark.slow
+
+
+# ------------------------------------------------------------------ behind a hit (B13, B14, B17)
+
+
+def cached(policy, drafts: int = 0, page: int = 4, **settings):
+    """An engine with a prefix cache that keeps pages and, unless told, no state KV."""
+    how = dict(prefix_cache=True, page_size=page, num_snapshots=0, max_model_len=128)
+    return tm("exact").with_(
+        replay=policy, verifier=Fixed(drafts) if drafts else "off", **{**how, **settings}
+    )
+
+
+def greedy(eng, prompt, most: int = 12):
+    """(completion, prefill rows it took)."""
+    before = eng.stats.prefill_rows
+    (out,) = eng.generate(prompt, max_tokens=most, temperature=0.0).raise_for_errors()
+    check_empty(eng)
+    return out, eng.stats.prefill_rows - before
+
+
+BOTH = Bounded(14, sides="both")
+ENCODER = Bounded(sides="encoder")
+
+
+@pytest.mark.parametrize("policy", [BOTH, ENCODER], ids=repr)
+@pytest.mark.parametrize("hit", [4, 8, 12, 16, 20])
+def test_a_hit_is_replayed_from_one_window_below_it_or_not_adopted(policy, hit):
+    n, eng = hit + 14, cached(policy)
+    first, rows = greedy(eng, TOKENS[:n], 1)
+    assert rows == n and first.cached_tokens == 0
+    again, rows = greedy(eng, TOKENS[:n], 1)
+    start = hit - 8 if hit > 8 else 0
+    assert (again.cached_tokens, rows) == (start, n - start)
+    plan = policy.plan(Prompt(n, hit), eng.config)
+    assert (plan.start, plan.write_from, min(plan.floor)) == (start, hit if start else 0, start)
+
+
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=SLOW), DRAFTS])
+@pytest.mark.parametrize("n", [21, 45])
+@pytest.mark.parametrize("policy", [BOTH, ENCODER, Bounded(14), Halo(), Exact()], ids=repr)
+def test_a_hit_reads_no_stale_window(policy, n, drafts):
+    """B13: the same prompt again, also after another used its slot or left garbage in it."""
+    eng = cached(policy, drafts, max_num_seqs=1)
+    cold, _ = greedy(eng, TOKENS[:n], 6)
+    one, _ = greedy(eng, TOKENS[:n], 6)
+    greedy(eng, TOKENS[7:27], 2)
+    two, _ = greedy(eng, TOKENS[:n], 6)
+    for state in range(1, 3):
+        for rows in state_rows(eng.runtime, state):
+            rows.fill_(3.0)
+    three, _ = greedy(eng, TOKENS[:n], 6)
+    assert len(one.token_ids) == 6 and three.token_ids == one.token_ids == two.token_ids
+    for other in (two, three):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-9)
+    if policy.exact:
+        assert one.token_ids == cold.token_ids
+        assert one.logprobs == pytest.approx(cold.logprobs, abs=1e-9)
+    elif n == 45 and policy.replays:
+        assert one.cached_tokens == 20 and one.logprobs != pytest.approx(cold.logprobs, abs=1e-9)
+        assert "approximate" in repr(eng)
+
+
+@pytest.mark.parametrize("policy", [BOTH, ENCODER, Halo()], ids=repr)
+def test_a_replay_leaves_the_block_kv_of_the_hit_as_it_was(policy):
+    """B14: not a byte of it, and none of it is computed from an empty window."""
+    eng = cached(policy, packed_cache=True)
+    greedy(eng, TOKENS[:45], 1)
+    prefix = eng.runtime.reuse.prefix
+    pages = [*prefix.lookup(prefix.keys(TOKENS[:28]), 28, exact=False).pages]
+    assert len(pages) == 7
+
+    def kv():
+        cache, out = eng.runtime.cache, []
+        for side in (cache.entries, cache.index_keys):
+            for layer, records in side.items():
+                per = cache.entries_per_page(cache.specs[layer].ratio)
+                at = torch.tensor([p * per + j for p in pages for j in range(per)])
+                out.append(records.gather(at, torch.float64))
+        return out
+
+    before = kv()
+    _, rows = greedy(eng, TOKENS[:42], 3)
+    assert rows < 42 or policy.exact
+    assert before and all(torch.equal(a, b) for a, b in zip(kv(), before))
+    assert any(x.any() for x in before)
+
+
+@pytest.mark.parametrize("policy", [BOTH, Bounded(14, "mask", "both"), ENCODER, Halo()], ids=repr)
+def test_a_replay_sees_nothing_of_a_window_that_is_not_there(policy):
+    """Whatever lies in the rings below s: the rows behind it read the same."""
+    eng, n, hit = tm(policy, verifier=Fixed(DRAFTS)), 60, 32
+    rt = eng.runtime
+    place, other = Place.take(rt, n + DRAFTS), Place.take(rt, n + DRAFTS)
+    plan = rt.replay_plan(Prompt(n, hit))
+    run(rt, Place(place.pages, other.state), None, 0, hit)
+    results = []
+    for garbage, chunks in ((0.0, ()), (torch.nan, ()), (3.0, (1, 8, 5))):
+        for rows in state_rows(rt, place.state):
+            rows.fill_(garbage)
+        results.append(run(rt, place, plan, plan.start, n, chunks))
+    for logits in results[1:]:
+        close(logits[-14:], results[0][-14:])
+    assert results[0][-14:].isfinite().all()
+
+
+def run(rt, place, plan, start: int, stop: int, chunks=()) -> torch.Tensor:
+    """Logits of the rows start..stop-1 that there are."""
+    out, at = [], start
+    for size in [*chunks, stop - start - sum(chunks)]:
+        ids, before = TOKENS[at : at + size], TOKENS[max(at - 3, 0) : at]
+        out.append(forward(rt, [Work(ids, at, before, place.pages, place.state, plan)], decode=False))
+        at += size
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("hit", [17, 45, 47, 60])
+@pytest.mark.parametrize("layout", ["2 and 1", "4 and 2 and 1", "all 2"])
+def test_halo_rebuilds_what_is_read_also_where_a_hit_is_inside_a_group(layout, hit):
+    """Logits, block KV, windows and drafts behind a hit without state KV are those of a cold run.
+    The first layer's n-gram memory looks back at ids below the first row that runs."""
+    n = 130
+    eng = small_engine(layout, replay="halo", verifier=Fixed(DRAFTS))
+    rt, ids = eng.runtime, stream(n + 1, 5)
+
+    def go(place, plan, start):
+        work = Work(ids[start:n], start, ids[max(start - 3, 0) : start], place.pages, place.state, plan)
+        logits = forward(rt, [work], decode=False)[-1]
+        return logits, stored(rt, place, 0, n), block(rt, place, n, ids[n])
+
+    cold = Place.take(rt, n + DRAFTS)
+    want, rows, drafts = go(cold, None, 0)
+    # Another request's pages: the hit's block KV, and garbage where this one has to write.
+    warm = Place.take(rt, n + DRAFTS)
+    poison_pages(rt, warm.pages)
+    forward(rt, [Work(ids[:hit], 0, [], warm.pages, warm.state)], decode=False)
+    for x in state_rows(rt, warm.state):
+        x.fill_(torch.nan)
+    plan = rt.replay_plan(Prompt(n, hit))
+    got, mine, proposed = go(warm, plan, plan.start)
+    assert plan.exact and plan.write_from == hit and sum(plan.rows_run(n)) < n * len(plan.floor)
+    close(got, want)
+    close(proposed, drafts)
+    for name, values in rows.items():
+        if name.startswith(("entry", "index", "window")):
+            for number, row in values.items():
+                if not name.startswith("window") or number >= n - KEEP:
+                    close(mine[name][number], row, msg=lambda m: f"{name} {number}: {m}")
+
+
+def poison_pages(rt, pages) -> None:
+    cache = rt.cache
+    for side in (cache.entries, cache.index_keys):
+        for layer, records in side.items():
+            per = cache.entries_per_page(cache.specs[layer].ratio)
+            for page in pages:
+                records.stored[page * per : (page + 1) * per] = torch.nan
+
+
+def test_engram_looks_back_at_the_real_ids_below_a_replay():
+    """Another id in front of s changes the first row replayed, through the n-gram memory alone."""
+    eng = small_engine(replay=Bounded(sides="encoder"), prefix_cache=True, page_size=16)
+    eng = eng.with_(num_snapshots=0, max_model_len=160)
+    seen = {}
+    for change in (0, 1):
+        ids = IDS[:100]
+        ids[47] += change  # s = 64 - 16 = 48
+        eng.generate(ids, max_tokens=1)
+        with eng.trace("layers.0.engram.value") as t:
+            out = eng.generate(ids, max_tokens=1, temperature=0.0)[0]
+        assert out.cached_tokens == 48
+        seen[change] = t.at("layers.0.engram.value", 48).flatten()
+        cold = small_engine()
+        with cold.trace("layers.0.engram.value") as t:
+            cold.logits(ids)
+        close(seen[change], t.at("layers.0.engram.value", 48).flatten())
+    assert (seen[0] - seen[1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [BOTH, ENCODER, Halo(), *(pytest.param(p, marks=SLOW) for p in (Bounded(14), Exact()))],
+    ids=repr,
+)
+def test_hits_and_greedy_text_are_the_same_with_a_drafter(policy):
+    """B17: a replay rebuilds the drafter's context, and no draft changes a text."""
+    found, texts, accepted = {}, {}, {}
+    for drafts in (0, DRAFTS):
+        eng = cached(policy, drafts)
+        runs = [greedy(eng, TOKENS[:38], 12)[0] for _ in range(3)]
+        found[drafts] = [c.cached_tokens for c in runs]
+        texts[drafts] = [c.token_ids for c in runs]
+        accepted[drafts] = [len(c.token_ids) / len({s.step for s in c.steps}) for c in runs]
+    assert found[0] == found[DRAFTS] and texts[0] == texts[DRAFTS]
+    if policy in (BOTH, ENCODER):
+        assert found[0] == [0, 16, 16]
+    assert accepted[0] == [1, 1, 1] and accepted[DRAFTS][1] == accepted[DRAFTS][2]
+
+
+@pytest.mark.parametrize("policy", [BOTH, Bounded(14), Bounded(14, "mask"), ENCODER], ids=repr)
+def test_the_drafters_context_is_whole_behind_a_cut_or_a_replay(policy):
+    """Its last window of rows is there, from kept rows: no ring slot of another is read."""
+    rt = tm(policy, verifier=Fixed(DRAFTS)).runtime
+    n, hit = 45, 28
+    place = Place.take(rt, n + DRAFTS)
+    run(rt, place, None, 0, n)
+    plan = rt.replay_plan(Prompt(n, hit if getattr(policy, "replays", False) else 0))
+    blocks = []
+    for garbage in (torch.nan, 3.0):
+        for rows in state_rows(rt, place.state):
+            rows.fill_(garbage)
+        run(rt, place, plan, plan.start, n)
+        blocks.append(block(rt, place, n, TOKENS[n]))
+        lowest = n - 8
+        mine = stored(rt, place, lowest, n)[f"window.{rt.config.num_layers}"]
+        assert len(mine) == 8
+        assert all((row != garbage).any() and row.isfinite().all() for row in mine.values())
+    close(blocks[0], blocks[1])
+    place.give(rt)
+
+
+# ------------------------------------------------------------------------------- what is promised
+
+
+def test_what_a_bounded_prompt_leaves_is_marked():
+    """Pages and snapshots of a cut or a replay are not exact; those of an uncut prompt are, until
+    it takes over some that are not."""
+    eng = cached(BOTH, num_snapshots=16)
+    prefix = eng.runtime.reuse.prefix
+    greedy(eng, TOKENS[:45], 20)
+    assert not any(h.exact for h in prefix.pages._held.values())
+    assert eng.runtime.reuse.snapshots._held  # of decoded rows, whose windows the cut has left
+    assert not any(s.exact for s in eng.runtime.reuse.snapshots._held.values())
+    assert prefix.lookup(prefix.keys(TOKENS[:24]), 24).length == 0
+    assert prefix.lookup(prefix.keys(TOKENS[:24]), 24, exact=False).length == 24
+    mine = cached(ENCODER)
+    store = mine.runtime.reuse.prefix
+    greedy(mine, TOKENS[:24], 1)  # cold: exact pages of an approximate engine
+    assert store.lookup(store.keys(TOKENS[:24]), 24).length == 24
+    greedy(mine, TOKENS[:45], 1)  # behind a hit of 24, replayed
+    assert store.lookup(store.keys(TOKENS[:44]), 44).length == 24
+    assert store.lookup(store.keys(TOKENS[:44]), 44, exact=False).length == 44
+
+
+
+
+def test_where_its_state_kv_is_there_a_hit_is_not_replayed():
+    """The next turn begins behind prompt and answer. Windows that were never cut are exact."""
+    eng = cached(ENCODER, num_snapshots=16)
+    first, _ = greedy(eng, TOKENS[:30], 20)
+    turn = [*TOKENS[:30], *first.token_ids, *TOKENS[:14]]
+    again, rows = greedy(eng, turn, 6)
+    assert again.cached_tokens == len(turn) - rows == 48
+    want, _ = greedy(cached(Exact(), prefix_cache=False), turn, 6)
+    assert again.token_ids == want.token_ids
+    assert again.logprobs == pytest.approx(want.logprobs, abs=1e-9)
+    reuse = eng.runtime.reuse
+    assert reuse.prefix.lookup(reuse.prefix.keys(turn[:48]), 48).length == 48
+
+
+@pytest.mark.parametrize("drafts", [0, pytest.param(DRAFTS, marks=SLOW)])
+@pytest.mark.parametrize(
+    "snapshots", [0, pytest.param(6, marks=SLOW)], ids=["no state KV", "some state KV"]
+)
+def test_any_crowd_behind_halos_is_serial(snapshots, drafts):
+    """Requests that share prefixes, give way and are aborted: every text is the serial one."""
+    eng = caching(
+        "two layers",
+        replay="halo",
+        num_snapshots=snapshots,
+        num_pages=20,
+        max_num_batched_tokens=40,
+        verifier=Fixed(drafts) if drafts else "off",
+    )
+    crowd(random.Random(5), eng, "two layers", 16)
+    assert eng.cache.page_evictions > 0 and eng.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("drafts", [0, pytest.param(DRAFTS, marks=SLOW)])
+def test_a_crowd_behind_replays_leaves_nothing_behind(drafts):
+    eng = cached(BOTH, drafts, num_snapshots=6, num_pages=30, max_num_batched_tokens=24)
+    chance, todo = random.Random(3), 16
+    while todo or eng.unfinished:
+        if todo and chance.random() < 0.5:
+            todo -= 1
+            n = chance.choice((10, 26, 40, 52))
+            eng.add(TOKENS[:n], max_tokens=chance.randint(1, 12), ignore_eos=True)
+        for c in eng.step():
+            assert c.error is None and c.token_ids
+        running = eng.runtime.scheduler.running
+        if running and chance.random() < 0.1:
+            eng.runtime.scheduler.preempt(chance.choice(running))
+        check(eng)
+    check_empty(eng)
+    assert eng.cache.hits > 0 and eng.stats.preemptions > 0
