@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from deepinfer.measure.replay.report import ReplayReport
+    from deepinfer.measure.table import Table
 
+DASHES = ((0, (8, 3)), (0, (4, 2)), (0, (1, 2)), (0, (8, 2, 1, 2)), (0, (4, 2, 1, 2, 1, 2)))
+ZERO = 1e-15  # what is below is a sum's rounding in float64
 NOISE = 1e-9  # what is below differs between machines and means nothing: shown as such
 COLUMNS = (
-    "policy", "keep", "KL nats", "KL p99", "KL max", "top-1 agreement", "perplexity ratio",
+    "policy", "keep", "KL nats", "KL p99", "KL max", "top-1 agreement", "perplexity, %",
     "rows x layers", "FLOPs",
 )  # fmt: skip
 X_WORDS = {
@@ -42,39 +46,54 @@ METER_WORDS = {
 def report_text(r: ReplayReport) -> str:
     """One line a policy; nothing in it is a time."""
     s = r.summary()
-    rows = [_cells(row) for row in s]
+    rows = [_cells(row) for row in _rows(s)]
     return "\n".join([grid(COLUMNS, rows, COLUMNS[1:2], title=s.title, width=160), *_notes(r)])
 
 
 def report_html(r: ReplayReport) -> str:
     s = r.summary()
-    rows = [_html_cells(row) for row in s]
+    rows = [_html_cells(row) for row in _rows(s)]
     body = [html.table(COLUMNS, rows, numeric=COLUMNS[1:2])]
     body += [html.block(html.muted(note)) for note in _notes(r)]
-    return html.card("Replay against exact", *body, note=s.title.removeprefix("replay against exact "))
+    return html.card(
+        "Replay against exact", *body, note=s.title.removeprefix("replay against exact ")
+    )
+
+
+def _rows(table: Table) -> list[dict[str, Any]]:
+    return [dict(row) for row in table]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["policy"], _number(row["keep"]), _with_interval(row, "kl"), _number(row["kl_p99"]),
         _number(row["kl_max"]), _with_interval(row, "agreement"),
-        _with_interval(row, "perplexity_ratio"), _share(row["rows_share"]), _share(row["flops_share"]),
+        _perplexity(row), _share(row["rows_share"]), _share(row["flops_share"]),
     ]  # fmt: skip
 
 
 def _html_cells(row: dict[str, Any]) -> list[object]:
-    cells: list[object] = list(_cells(row))
+    cells: list[Any] = list(_cells(row))
     cells[0] = html.code(row["policy"])
-    for i, name in ((2, "kl"), (5, "agreement"), (6, "perplexity_ratio")):
-        cells[i] = html.join([
-            html.block(_number(row[name]), style="white-space:nowrap"),
-            html.block(html.muted(_interval(row, name)), style="white-space:nowrap"),
-        ])  # fmt: skip
+    for i in (2, 5, 6):
+        value, _, interval = cells[i].partition(" ")
+        lines = (value, html.muted(interval))
+        cells[i] = html.join(html.block(x, style="white-space:nowrap") for x in lines)
     return cells
 
 
 def _with_interval(row: dict[str, Any], name: str) -> str:
     return f"{_number(row[name])} {_interval(row, name)}".rstrip()
+
+
+def _perplexity(row: dict[str, Any]) -> str:
+    """How much higher than exact's, with its interval."""
+    value, low, high = (
+        None if x is None else 100 * (x - 1)
+        for x in (row[f"perplexity_ratio{end}"] for end in ("", "_low", "_high"))
+    )
+    interval = "" if low is None or high is None else f"[{_number(low)}, {_number(high)}]"
+    return f"{_number(value)} {interval}".rstrip()
 
 
 def _interval(row: dict[str, Any], name: str) -> str:
@@ -96,13 +115,13 @@ def _share(x: float | None) -> str:
 
 def _notes(r: ReplayReport) -> list[str]:
     n = r.facts["groups"]
-    notes = [
-        "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the prompt's "
-        "prefill, share of exact"
-    ]
+    said = (
+        "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the "
+        "prompt's prefill, share of exact"
+    )
     if n < FEWEST:
-        return [*notes, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
-    return [*notes, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
+        return [said, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
+    return [said, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
 
 
 # --------------------------------------------------------------------------------------- pictures
@@ -114,41 +133,44 @@ def plot_error(
     """A meter of every policy over keep or another measure of the cut, with 95 % bars."""
     if x not in X_WORDS:
         raise ValueError(f"x={x!r}: {', '.join(X_WORDS)}")
-    summary = {row["policy"]: row for row in r.summary()}
-    series: dict[Any, list[tuple]] = {}
-    for name, row in summary.items():
+    series: dict[str, list[tuple[float, Any]]] = {}  # (x, Estimate)
+    for row in _rows(r.summary()):
         if row[x] is not None:
-            series.setdefault(row["cut_layer"], []).append((row[x], r.estimate(name, meter, of)))
+            name = str(row["policy"])
+            e = r.estimate(name, meter, of)
+            if e.value is not None:
+                series.setdefault(family(r, name), []).append((row[x], e))
     ax = plots.axes(ax)
-    several = len([k for k in series if k is not None]) > 1
-    for i, (layer, points) in enumerate(sorted(series.items(), key=lambda s: (s[0] is None, s[0]))):
+    for i, (label, points) in enumerate(series.items()):
         points.sort(key=lambda p: p[0])
-        xs, es = [p[0] for p in points], [p[1] for p in points]
-        ys = [e.value for e in es]
+        xs, ys = [p[0] for p in points], [p[1].value for p in points]
+        ends = [(e.value - e.low, e.high - e.value) for _, e in points if e.low is not None]
         bars = None
-        if all(e.low is not None for e in es):
-            bars = [[max(e.value - e.low, 0) for e in es], [max(e.high - e.value, 0) for e in es]]
-        label = "nothing is cut" if layer is None else f"cut at layer {layer}"
+        if len(ends) == len(points):
+            bars = [[max(end, 0) for end in side] for side in zip(*ends, strict=True)]
         ax.errorbar(
             xs, ys, yerr=bars, label=label, color=PALETTE[i % len(PALETTE)], capsize=2,
             marker=plots.MARKERS[i % len(plots.MARKERS)], markersize=4,
         )  # fmt: skip
-    if meter in ("kl", "dlogprob", "window_rel_l2") and _positive(ax):
-        ax.set_yscale("log")
     drawn = _floors(ax, floors, meter, of)
+    values = [e.value for points in series.values() for _, e in points]
+    if meter in ("kl", "dlogprob", "window_rel_l2") and max(values, default=0) > ZERO:
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=min(v for v in values if v > ZERO) / 4)
     said = "" if of == "mean" else f", {of}"
     ax.set_xlabel(X_WORDS[x])
     ax.set_ylabel(METER_WORDS[meter] + said)
     ax.spines[["top", "right"]].set_visible(False)
-    if several or drawn:
+    if len(series) > 1 or drawn:
         ax.legend(frameon=False, fontsize="small")
     return ax
 
 
-def _positive(ax: Axes) -> bool:
-    """Whether a logarithm of what is drawn makes sense: something lies above rounding."""
-    ys = [float(y) for line in ax.get_lines() for y in line.get_ydata()]  # type: ignore[union-attr]
-    return any(y > 1e-15 for y in ys)
+def family(r: ReplayReport, name: str) -> str:
+    """A policy without its keep: policies of one family are points of one line."""
+    said = str(r.facts["policies"].get(name, name))
+    said = re.sub(r"\bkeep=[^,)]*(, )?|mode='compact'(, )?", "", said)
+    return re.sub(r", \)", ")", said).removesuffix("()")
 
 
 def _floors(ax: Axes, floors: ReplayReport | None, meter: str, of: str) -> bool:
@@ -156,33 +178,38 @@ def _floors(ax: Axes, floors: ReplayReport | None, meter: str, of: str) -> bool:
         return False
     left = ax.get_xlim()[0]
     for i, name in enumerate(floors.policies):
-        e = floors.estimate(name, meter, of)
-        colour = PALETTE[(len(PALETTE) - 1 - i) % len(PALETTE)]
-        ax.axhline(e.value, color=colour, linestyle=(0, (4, 2 + i)), linewidth=1, label=name)
-        if e.low is not None:
-            ax.axhspan(e.low, e.high, color=colour, alpha=0.12, linewidth=0)
+        value = floors.estimate(name, meter, of).value
+        if value is None:
+            continue
+        ax.axhline(value, color="0.4", linestyle=DASHES[i % len(DASHES)], linewidth=1, label=name)
     ax.set_xlim(left=left)
     return True
 
 
 def plot_layers(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
-    ax = _lines(r.by_layer().rows, "layer", ax, policies)
+    ax = _lines(_rows(r.by_layer()), "layer", ax, policies)
     ax.set_xlabel("decoder layer")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xticks(sorted({row["layer"] for row in _rows(r.by_layer())}))
     return ax
 
 
 def plot_distance(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
-    rows = [row | dict(middle=(row["distance"] + row["until"] - 1) / 2) for row in r.by_distance()]
+    rows = [
+        row | dict(middle=(row["distance"] + row["until"] - 1) / 2)
+        for row in _rows(r.by_distance())
+    ]
     ax = _lines(rows, "middle", ax, policies)
     ax.set_xlabel("distance from the cut, tokens (position - lo)")
     return ax
 
 
-def _lines(rows: list[dict[str, Any]], x: str, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
-    """Relative L2 over a column, a line a policy with a band of 95 %; policies without error are left
-    out."""
-    ax, by = plots.axes(ax), {}
+def _lines(
+    rows: list[dict[str, Any]], x: str, ax: Axes | None, policies: Iterable[str] | None
+) -> Axes:
+    """Relative L2 over a column, a line a policy with a band of 95 %; policies without error are
+    left out."""
+    ax = plots.axes(ax)
+    by: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by.setdefault(row["policy"], []).append(row)
     by = {n: g for n, g in by.items() if any(row["rel_l2"] for row in g)}
@@ -192,8 +219,8 @@ def _lines(rows: list[dict[str, Any]], x: str, ax: Axes | None, policies: Iterab
         at, ys = [row[x] for row in points], [row["rel_l2"] for row in points]
         ax.plot(at, ys, label=name, color=PALETTE[i], marker=plots.MARKERS[i], markersize=4)
         if points and points[0]["rel_l2_low"] is not None:
-            ends = ([row[f"rel_l2_{end}"] for row in points] for end in ("low", "high"))
-            ax.fill_between(at, *ends, color=PALETTE[i], alpha=0.15, linewidth=0)
+            low, high = ([row[f"rel_l2_{end}"] for row in points] for end in ("low", "high"))
+            ax.fill_between(at, low, high, color=PALETTE[i], alpha=0.15, linewidth=0)
     if shown:
         ax.set_yscale("log")
         left_out = len(by) - len(shown) if policies is None else 0
@@ -206,14 +233,15 @@ def _lines(rows: list[dict[str, Any]], x: str, ax: Axes | None, policies: Iterab
 
 def plot_cost(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
     """Bars of FLOPs by op, the largest ops of exact first; what rows x layers say as a mark."""
-    ax, plans = plots.axes(ax), {row["policy"]: row for row in r.plans}
+    ax, plans = plots.axes(ax), {row["policy"]: row for row in _rows(r.plans)}
     shown = ["exact", *(n for n in (r.policies if policies is None else policies) if n in plans)]
     shown = list(dict.fromkeys(shown))
     whole: dict[str, Any] = plans["exact"]
     order = sorted(OPS, key=lambda op: -whole[f"flops_{op}"])[: len(PALETTE) - 1]
     left = [0.0] * len(shown)
     parts = {op: [plans[n][f"flops_{op}"] / whole["flops"] for n in shown] for op in order}
-    parts["other"] = [plans[n]["flops_share"] - sum(p[i] for p in parts.values()) for i, n in enumerate(shown)]
+    rest = [sum(plans[n][f"flops_{op}"] for op in OPS if op not in order) for n in shown]
+    parts["other"] = [x / whole["flops"] for x in rest]
     for i, (op, widths) in enumerate(parts.items()):
         ax.barh(range(len(shown)), widths, left=left, height=0.7, label=op, color=PALETTE[i])
         left = [a + b for a, b in zip(left, widths, strict=True)]

@@ -20,9 +20,9 @@ METERS = ("kl", "agreement", "dlogprob")
 
 @dataclass(frozen=True)
 class LawError:
-    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both laws have
-    the same likeliest token; dlogprob: [t] |log q - log p| of the token that came next; nats_p,
-    nats_q: [t] its -log p and -log q."""
+    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both laws
+    have the same likeliest token; dlogprob: [t] |log q - log p| of the token that came next;
+    nats_p, nats_q: [t] its -log p and -log q."""
 
     kl: Tensor
     agreement: Tensor
@@ -71,11 +71,11 @@ def law_error(p: Tensor, q: Tensor, tokens: Tensor | Sequence[int]) -> LawError:
         bad = x.isnan().any(-1) | (x == torch.inf).any(-1)
         if bad.any():
             raise ValueError(
-                f"law_error: row {int(bad.nonzero()[0])} of {name} is no law: it has NaN or inf (rows "
-                "that a replay policy dropped are NaN)"
+                f"law_error: row {int(bad.nonzero()[0])} of {name} is no law: it has NaN or inf "
+                "(rows that a replay policy dropped are NaN)"
             )
     parts = [
-        rows_error(*(x.detach().cpu().double() for x in (a, b)), at)
+        rows_error(a.detach().cpu().double(), b.detach().cpu().double(), at)
         for a, b, at in zip(*(x.split(ROWS_AT_ONCE) for x in (p, q, tokens)), strict=True)
     ]
     return LawError(*(torch.cat(x) for x in zip(*parts, strict=True)))

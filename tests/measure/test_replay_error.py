@@ -133,14 +133,16 @@ def test_window_errors_are_those_of_the_keys_an_engine_computes(eng, report):
     lo = PROMPT - KEEP
     for layer in (2, 3, 4):
         x, y = (t[f"layers.{layer}.attn.window_keys"] for t in (a, b))
-        gone = (x.as_subclass(torch.Tensor)[lo:] - y.as_subclass(torch.Tensor)[y.position >= lo])
+        gone = x.as_subclass(torch.Tensor)[lo:] - y.as_subclass(torch.Tensor)[y.position >= lo]
         rows = report.windows.where(policy="keep", text=1, layer=layer)
         ends = edges(WINDOW, PROMPT + MORE - 1 - lo)
         assert rows["distance"] == ends[:-1] and rows["until"] == ends[1:]
         for row in rows:
             part = slice(row["distance"], row["until"])
             want = float(gone[part].square().sum())
-            assert row["error2"] == pytest.approx(want, abs=1e-12) and row["rows"] == len(gone[part])
+            assert row["error2"] == pytest.approx(want, abs=1e-12) and row["rows"] == len(
+                gone[part]
+            )
             norm2 = float(x.as_subclass(torch.Tensor)[lo:][part].square().sum())
             assert row["norm2"] == pytest.approx(norm2)
             assert row["rel_l2"] == pytest.approx(math.sqrt(want / norm2), abs=1e-12)
@@ -158,7 +160,7 @@ def test_distance_bins():
 
 
 def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng):
-    """Block by block through an engine's cache: prefill by the plan, decode, states of the drafter."""
+    """Block by block through an engine's cache: prefill by the plan, decode, the drafter's states."""
     from deepinfer.engine.batch import Work, build
     from properties.serial import Place
 
@@ -167,7 +169,11 @@ def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng):
     place, want = Place.take(rt, len(ids) + DRAFTS), []
     logits = eng.with_(replay=POLICIES["keep"]).logits(ids, prompt=PROMPT)
     with torch.no_grad():
-        rt.model(rt.context(build([Work(ids[:PROMPT], 0, [], place.pages, place.state, plan)], rt.config)))
+        rt.model(
+            rt.context(
+                build([Work(ids[:PROMPT], 0, [], place.pages, place.state, plan)], rt.config)
+            )
+        )
         for at in range(PROMPT, len(ids)):
             work = Work(ids[at : at + 1], at, ids[at - 3 : at], place.pages, place.state, plan)
             ctx = rt.context(build([work], rt.config, decode=True))
@@ -192,7 +198,9 @@ def test_lengths_in_the_report(eng, report):
     assert row["blocks"] == 2 and 1 <= row["length"] <= 1 + DRAFTS  # starts 72, 76 of 81 fed ids
     change = report.estimate("keep", "length_change").value
     rows = report.passages.where(policy="keep").rows
-    assert change == pytest.approx(sum(r["length"] - r["length_exact"] for r in rows) / 3, abs=1e-12)
+    assert change == pytest.approx(
+        sum(r["length"] - r["length_exact"] for r in rows) / 3, abs=1e-12
+    )
     short = di.measure.replay_error(eng, TEXTS[0], {"a": Last(keep=KEEP)}, PROMPT, DRAFTS)
     assert short.passages[0]["blocks"] == 0 and short.passages[0]["length"] is None
     assert short.summary()[0]["length_change"] is None
@@ -261,8 +269,15 @@ def test_flops_by_hand():
 
 def test_cut_shapes(report):
     by = {row["policy"]: row for row in report.plans}
-    assert [by[n]["keep"] for n in ("keep", "mask", "whole window", "no cut")] == [KEEP] * 3 + [PROMPT]
-    assert [by[n]["cut_layers"] for n in ("keep", "whole window", "a later layer", "no cut")] == [3, 2, 2, 0]
+    assert [by[n]["keep"] for n in ("keep", "mask", "whole window", "no cut")] == [KEEP] * 3 + [
+        PROMPT
+    ]
+    assert [by[n]["cut_layers"] for n in ("keep", "whole window", "a later layer", "no cut")] == [
+        3,
+        2,
+        2,
+        0,
+    ]
     assert by["keep"]["depth"] == pytest.approx((KEEP - WINDOW) / (2 * (WINDOW - 1)))
     assert by["the last layer"]["depth"] is None and by["no cut"]["cut_layer"] is None
 
@@ -271,7 +286,7 @@ def test_cut_shapes(report):
 
 
 def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
-    """Serve a prefix, then the prompt with a hit and no snapshot: the numbers of the measured pass."""
+    """A prefix is served, then the prompt with a hit and no snapshot: the measured pass's numbers."""
     policy = Last(keep=KEEP, sides="both")
     eng = small_engine()
     hit = 48
@@ -288,7 +303,7 @@ def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
         free = rt.pages.available, rt.states.free
         with prefix_pages(rt, ids[:hit]) as pages:
             got = [behind_hit(rt, ids[:-1], PROMPT, plan, pages) for _ in range(2)]
-        free = rt.pages.available, rt.states.free
+        assert (rt.pages.available, rt.states.free) == free
     law = got[0].logits.log_softmax(-1)
     assert law.argmax(-1).tolist() == list(done.token_ids)
     assert law.amax(-1).tolist() == pytest.approx(list(done.logprobs), abs=1e-10)
@@ -323,7 +338,8 @@ def test_an_exact_rebuild_behind_a_hit_changes_nothing(eng):
 
 def test_floors_are_metered_alike(eng):
     others = {
-        "same": eng.with_(), "dense": eng.with_(attention="dense"), "no rounding": eng.with_(fidelity=0),
+        "same": eng.with_(), "dense": eng.with_(attention="dense"),
+        "no rounding": eng.with_(fidelity=0),
         "chunks": lambda ids, prompt: eng.logits(ids, prompt, chunks=[10] * 8 + [len(ids) - 80]),
         "keep": eng.with_(replay=POLICIES["keep"]),
     }  # fmt: skip
@@ -345,7 +361,9 @@ def test_divergence_of_free_text(eng):
     for row in table.where(policy="one row", text=1):
         temperature = 1.0 if row["way"] == "seeded" else 0.0
         texts = [
-            e.generate(TEXTS[row["text"]][:PROMPT], max_tokens=5, temperature=temperature, seed=row["text"])[0]
+            e.generate(
+                TEXTS[row["text"]][:PROMPT], max_tokens=5, temperature=temperature, seed=row["text"]
+            )[0]
             for e in (eng, eng.with_(replay=Last(keep=1)))
         ]
         a, b = (list(t.token_ids) for t in texts)
@@ -402,7 +420,9 @@ def test_keeps_are_bounded_policies(eng):
     ],
 )
 def test_refusals(eng, changes, error, words):
-    given = dict(texts=TEXTS, keeps={"a": Last(keep=KEEP)}, prompt=PROMPT, continuation=MORE) | changes
+    given = (
+        dict(texts=TEXTS, keeps={"a": Last(keep=KEEP)}, prompt=PROMPT, continuation=MORE) | changes
+    )
     with pytest.raises(error, match=words):
         di.measure.replay_error(eng, **given)
 

@@ -1,8 +1,8 @@
 """What the prefill of one prompt costs by a replay plan: rows x layers, and FLOPs by a formula.
 
 FLOPs are 2 a multiply-add of the contractions that the definition needs, in the backbone alone. For
-a layer with k rows whose keys are projected and q rows that go on past it (d hidden, h heads of e, m
-streams; r: entries cover r tokens):
+a layer with k rows whose keys are projected and q rows that go on past it (d hidden, h heads of e,
+m streams; r: entries cover r tokens):
 
     keys       k d e; KV sources: + k d e (twice for r > 1), and k / r index keys of e * index_dim
     query      q (d q_rank + q_rank h e)
@@ -33,8 +33,8 @@ OPS = ("keys", "query", "output", "index", "attention", "experts", "streams", "e
 
 @dataclass(frozen=True)
 class Cost:
-    """entering, going: rows of each layer whose keys are projected, and that run past its attention;
-    flops: by op, over all layers."""
+    """entering, going: rows of each layer whose keys are projected, and that run past its
+    attention; flops: by op, over all layers."""
 
     entering: tuple[int, ...]
     going: tuple[int, ...]
@@ -54,7 +54,7 @@ def prefill_cost(plan: ReplayPlan, prompt: int, config: ModelConfig) -> Cost:
     lowest = [max(plan.start, x) for x in (0, *plan.rows_from)]
     entering = tuple(prompt - x for x in lowest[:-1])
     going = tuple(prompt - x for x in lowest[1:])
-    flops = dict.fromkeys(OPS, 0)
+    flops: dict[str, int] = {op: 0 for op in OPS}
     for layer in range(config.num_layers):
         for op, adds in layer_adds(
             config, layer, entering[layer], going[layer], prompt, plan.floor[layer]
@@ -68,7 +68,13 @@ def layer_adds(
     c: ModelConfig, layer: int, k: int, q: int, prompt: int, floor: int
 ) -> dict[str, int]:
     """Multiply-adds of one layer by op, see above."""
-    d, e, h, m, r = c.hidden_size, c.head_dim, c.num_attention_heads, c.hc_mult, c.compress_ratios[layer]
+    d, e, h, m, r = (
+        c.hidden_size,
+        c.head_dim,
+        c.num_attention_heads,
+        c.hc_mult,
+        c.compress_ratios[layer],
+    )
     source, indexes = layer in c.kv_source_layer_ids, layer in c.index_source_layer_ids
     keys = k * d * e
     if source:

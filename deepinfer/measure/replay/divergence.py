@@ -28,10 +28,10 @@ def replay_divergence(
 ) -> Table:
     """Generate behind the first `prompt` tokens of each text with `exact` and with each policy.
 
-    Greedily, and at temperature 1 with the same random numbers (seed + the text's number) in both. One
-    row a text, policy and way: diverged: output position of the first token that differs, None where
-    all `tokens` of exact's text are the same. keeps: as of `replay_error`. The prefix cache is off.
-    Costs one generation a policy and way.
+    Greedily, and at temperature 1 with the same random numbers (seed + the text's number) in both.
+    One row a text, policy and way: diverged: output position of the first token that differs, None
+    where all `tokens` of exact's text are the same. keeps: as of `replay_error`. The prefix cache
+    is off. Costs one generation a policy and way.
 
     Raises ValueError as `replay_error` does, and what `generate` raises.
     """

@@ -1,8 +1,8 @@
 """Expected accepted length of the drafter on a text, by the target's and the drafter's laws.
 
-A draft of law q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's law at the
-same place. With the real text before both, the expected tokens of a step, bonus included, are
-1 + sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both laws are those of one
+A draft of law q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's law at
+the same place. With the real text before both, the expected tokens of a step, bonus included, are 1
++ sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both laws are those of one
 pass: the target's logits and the context keys that its own features give the drafter.
 """
 
@@ -47,7 +47,9 @@ def accepted_lengths(rt: Runtime, done: Pass, ids: list[int], prompt: int, apart
             floors = at.new_full((layers, len(at)), done.first)
             step = replace(step, batch=replace(step.batch, floors=floors))
         h, base = drafter.states(text[at], at, n, step)
-        draft, _ = drafter.slot_logits(h.flatten(0, 1), base.flatten(0, 1), text[rows].flatten(), step)
+        draft, _ = drafter.slot_logits(
+            h.flatten(0, 1), base.flatten(0, 1), text[rows].flatten(), step
+        )
         p = done.logits[rows - (prompt - 1)].double().softmax(-1)
         q = draft.double().softmax(-1).view_as(p)
         out.append(1 + torch.minimum(p, q).sum(-1).cumprod(-1).sum(-1))
@@ -59,10 +61,9 @@ def _context(rt: Runtime, done: Pass, ids: list[int]):
     batch = build([Work(ids[done.first :], done.first)], rt.config, rt.model.device)
     ctx = replace(rt.context(batch), cache=None)
     windows = {}
-    for layer, key in zip(
-        rt.model.mtp, rt.model.drafter.context_keys(done.features, batch.row_set, ctx), strict=True
-    ):
-        fmt = ctx.attention.kv_spec(rt.config, layer.layer).window_format
+    keys = rt.model.drafter.context_keys(done.features, batch.row_set, ctx)
+    for layer, key in zip(rt.config.draft_layers, keys, strict=True):
+        fmt = ctx.attention.kv_spec(rt.config, layer).window_format
         key = torch.cat([key.new_zeros(done.first, key.shape[1]), ctx.round(key, fmt)])
-        windows[layer.layer] = Records(key, None, Layout("float", key.shape[-1]))
+        windows[layer] = Records(key, None, Layout("float", key.shape[-1]))
     return SequenceContext(windows, len(ids)), ctx

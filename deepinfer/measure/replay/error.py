@@ -4,9 +4,9 @@
     report                      # a row a policy: errors with intervals, rows x layers, FLOPs
     report.plot_error()
 
-Teacher-forced: the first `prompt` ids of a text are the prompt, the next `continuation` ids are what
-follows, and the rows measured are those that predict them. The reference is the policy `exact` with
-the same weights and slots. All policies share the layers in front of their cut.
+Teacher-forced: the first `prompt` ids of a text are the prompt, the next `continuation` ids are
+what follows, and the rows measured are those that predict them. The reference is the policy `exact`
+with the same weights and slots. All policies share the layers in front of their cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepinfer.measure.laws import law_error
 from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
-from deepinfer.measure.replay.passes import Passage, Pass, behind_hit, first_layer, prefix_pages
+from deepinfer.measure.replay.passes import Pass, Passage, behind_hit, first_layer, prefix_pages
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
 from deepinfer.measure.replay.windows import lowest, window_errors
@@ -52,13 +52,13 @@ def replay_error(
 
     eng: its own replay policy does not matter. keeps: one or more values of Bounded(keep=...), or
     named policies (objects, or names of the slot). groups: one label a text (the module it comes
-    from, say), over which intervals are taken; default: each text its own. hit: tokens of exact block
-    KV, in whole pages, that are at hand without state KV, as after a prefix hit. drafter: expected
-    accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A text is one
-    step: its rows are not chunked, whatever max_num_batched_tokens says.
+    from, say), over which intervals are taken; default: each text its own. hit: tokens of exact
+    block KV, in whole pages, that are at hand without state KV, as after a prefix hit. drafter:
+    expected accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A
+    text is one step: its rows are not chunked, whatever max_num_batched_tokens says.
 
-    Raises ValueError for a keep that the model refuses, a text that is too short, a plan that breaks
-    a law; ArithmeticError, naming policy, text and position, for logits that are not finite.
+    Raises ValueError for a keep that the model refuses, a text that is too short, a plan that
+    breaks a law; ArithmeticError, naming policy, text and position, for logits that are not finite.
     """
     found = Texts.of(eng, texts, prompt, continuation, groups, "replay_error")
     if isinstance(apart, bool) or not isinstance(apart, int) or apart < 1:
@@ -71,7 +71,7 @@ def replay_error(
         rows = Rows(found, plans, rt, apart if drafter else 0)
         for i in range(len(found)):
             rows.measure(i, hit)
-        facts = of_engine(eng) | found.facts | dict(hit=hit, apart=apart)
+        facts: dict[str, Any] = of_engine(eng) | found.facts | dict(hit=hit, apart=apart)
         facts["policies"] = {name: repr(e.slots["replay"]) for name, e in engines.items()}
         facts["slots"] = facts["slots"] | {"replay": "the policies'"}
         return ReplayReport.of(rows.passages, rows.tokens, rows.windows, rows.plans(), facts)
@@ -94,12 +94,13 @@ def policies(eng: Engine, keeps: Keeps) -> dict[str, Engine]:
     if not named:
         raise ValueError("replay_error: no keeps: give at least one, or policies by name")
     if "exact" in named:
-        raise ValueError("replay_error: the name 'exact' means the reference: give this one another")
+        raise ValueError("replay_error: the name 'exact' means the reference: give another")
     return {str(name): eng.with_(replay=policy) for name, policy in named.items()}
 
 
 def plan_of(engine: Engine, name: str, prompt: int, hit: int) -> ReplayPlan:
-    """The policy's plan. ValueError, TypeError naming the policy where it is none or breaks a law."""
+    """The policy's plan. ValueError, TypeError naming the policy where it is none or breaks a
+    law."""
     asked, c = Prompt(prompt, hit), engine.config
     plan = engine._started["replay"].plan(asked, c)
     if not isinstance(plan, ReplayPlan):
@@ -111,12 +112,12 @@ def plan_of(engine: Engine, name: str, prompt: int, hit: int) -> ReplayPlan:
 
 
 def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
-    """An engine of the measurement's own, so that eng's cache and counters stay as they are: room for
-    one text of `length` ids, and for the pages of a hit beside them."""
+    """An engine of the measurement's own, so that eng's cache and counters stay as they are: room
+    for one text of `length` ids, and for the pages of a hit beside them."""
     page = eng.settings.page_size or eng.config.sliding_window
     return eng.with_(
-        replay="exact", max_model_len=length, max_num_seqs=1, prefix_cache=False, num_snapshots=None,
-        num_pages=-(-length // page) + hit // page + 1,
+        replay="exact", max_model_len=length, max_num_seqs=1, prefix_cache=False,
+        num_snapshots=None, num_pages=-(-length // page) + hit // page + 1,
     )  # fmt: skip
 
 
@@ -141,10 +142,11 @@ class Rows:
         self.tokens: list[dict[str, object]] = []
         self.windows: list[dict[str, object]] = []
         self.ran = dict.fromkeys(["exact", *plans], 0)
-        # a shape that no text could have tells which plans need the cache
         self._cached = {n for n, p in plans.items() if p.start or p.write_from}
         self._layers = {
-            at for n, p in plans.items() if n not in self._cached and (at := first_layer(p)) is not None
+            at
+            for n, p in plans.items()
+            if n not in self._cached and (at := first_layer(p)) is not None
         }
 
     def measure(self, i: int, hit: int) -> None:
@@ -164,17 +166,21 @@ class Rows:
                 self.ran[name] += done.rows_x_layers
                 check_finite(done.logits, name, i, texts.prompt)
                 whole = done.logits is exact.logits
-                self._keep(name, i, exact, done, lengths, lengths if whole else self._lengths(done, ids))
+                self._keep(
+                    name, i, exact, done, lengths, lengths if whole else self._lengths(done, ids)
+                )
 
     def _lengths(self, done: Pass, ids: list[int]) -> Tensor:
         if not self.apart:
             return torch.zeros(0)
         return accepted_lengths(self.rt, done, ids, self.texts.prompt, self.apart)
 
-    def _keep(self, name: str, i: int, exact: Pass, done: Pass, before: Tensor, after: Tensor) -> None:
+    def _keep(
+        self, name: str, i: int, exact: Pass, done: Pass, before: Tensor, after: Tensor
+    ) -> None:
         texts, plan = self.texts, self.by_name[name]
         label = texts.label(i) | dict(policy=name) | self.shape[name]
-        windows = [
+        windows: list[dict[str, Any]] = [
             label | row
             for row in window_errors(
                 exact, done, plan, 0 if name in self._cached else first_layer(plan) or 0,
@@ -221,7 +227,12 @@ def shape_of(plan: ReplayPlan, prompt: int, config: Any) -> dict[str, object]:
     n = sum(f > 0 for f in plan.floor)
     depth = (keep - window) / ((n - 1) * (window - 1)) if n > 1 else None
     return dict(
-        keep=keep, windows=keep / window, depth=depth, cut_layer=first, cut_layers=n, start=plan.start
+        keep=keep,
+        windows=keep / window,
+        depth=depth,
+        cut_layer=first,
+        cut_layers=n,
+        start=plan.start,
     )
 
 
@@ -252,7 +263,6 @@ def check_finite(logits: Tensor, name: str, text: int, prompt: int) -> None:
 # --------------------------------------------------------------------------- floors, other engines
 
 
-
 @torch.no_grad()
 def logits_error(
     eng: Engine,
@@ -272,6 +282,9 @@ def logits_error(
     from deepinfer.measure.compare import named
 
     engines = {n: x for n, x in others.items() if not callable(x)}
+    laws: dict[str, Callable[..., Tensor]] = {
+        n: engines[n].logits if n in engines else x for n, x in others.items()
+    }
     if not others:
         raise ValueError("logits_error: no others: give engines or functions by name")
     if engines:
@@ -282,9 +295,8 @@ def logits_error(
         ids = found.fed(i)
         p = eng.logits(ids, prompt=prompt)[prompt - 1 :]
         check_finite(p, "the first engine", i, prompt)
-        for name, other in others.items():
-            q = other(ids, prompt) if callable(other) else other.logits(ids, prompt=prompt)
-            q = torch.as_tensor(q)[prompt - 1 :]
+        for name, other in laws.items():
+            q = torch.as_tensor(other(ids, prompt))[prompt - 1 :]
             check_finite(q, name, i, prompt)
             row, rows = law_rows(found.label(i) | dict(policy=name), p, q, found, i)
             passages.append(row)

@@ -1,10 +1,11 @@
-"""Teacher-forced passes of one text under many replay plans, with what they have in common run once.
+"""Teacher-forced passes of one text under many replay plans, with what they have in common run
+once.
 
 Without a cache a forward sees the step's own rows alone, so a text that is run whole, with a plan's
-cuts and floors, has the numbers of prefill and decode by that plan. Up to the first layer that a plan
-touches its pass is the exact one: `Passage` keeps the rows that enter each such layer, and a plan runs
-from there on, over the rows it keeps. Plans that start behind a prefix hit read block KV out of pages;
-`behind_hit` runs them through the cache.
+cuts and floors, has the numbers of prefill and decode by that plan. Up to the first layer that a
+plan touches its pass is the exact one: `Passage` keeps the rows that enter each such layer, and a
+plan runs from there on, over the rows it keeps. Plans that start behind a prefix hit read block KV
+out of pages; `behind_hit` runs them through the cache.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ class Passage:
 
 def joined(rows: Rows) -> Tensor:
     """[t, f] the features of all target layers; f = 0 for a model without a drafter."""
-    return torch.cat(rows.features, -1) if rows.features else rows.streams.new_zeros(rows.set.count, 0)
+    return (
+        torch.cat(rows.features, -1) if rows.features else rows.streams.new_zeros(rows.set.count, 0)
+    )
 
 
 # ------------------------------------------------------------------------------------ behind a hit
@@ -131,8 +134,8 @@ def joined(rows: Rows) -> Tensor:
 
 @contextmanager
 def prefix_pages(rt: Runtime, ids: list[int]) -> Iterator[list[int]]:
-    """Pages with the exact block KV of ids (whole pages of them). Its window keys lie in a state slot
-    that is held as well, so that no later pass gets it."""
+    """Pages with the exact block KV of ids (whole pages of them). Its window keys lie in a state
+    slot that is held as well, so that no later pass gets it."""
     pages, (slot,) = rt.pages.take(len(ids) // rt.limits.page_size), rt.states.take(1)
     try:
         for _ in _chunks(rt, ids, 0, len(ids), pages, slot, None, None):
@@ -152,20 +155,14 @@ def behind_hit(rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, held:
     whole, rest = divmod(plan.write_from, size)
     if rest or whole > len(held):
         raise ValueError(
-            f"write_from {plan.write_from}: {len(held)} pages of {size} tokens are held, and a hit is "
-            "adopted in whole pages"
+            f"write_from {plan.write_from}: {len(held)} pages of {size} tokens are held, and a "
+            "hit is adopted in whole pages"
         )
     own, (slot,) = rt.pages.take(-(-len(ids) // size) - whole), rt.states.take(1)
-    watch = Watch()
+    watch, table, parts = Watch(), [*held[:whole], *own], []
     try:
-        parts = [
-            (logits, rows)
-            for stop in (prompt, len(ids))
-            for logits, rows in _chunks(
-                rt, ids, plan.start if stop == prompt else prompt, stop, [*held[:whole], *own], slot,
-                plan, watch,
-            )
-        ]  # fmt: skip
+        for start, stop in ((plan.start, prompt), (prompt, len(ids))):
+            parts += _chunks(rt, ids, start, stop, table, slot, plan, watch)
     finally:
         rt.pages.give(own)
         rt.states.give([slot])
@@ -180,6 +177,8 @@ def _chunks(rt: Runtime, ids, start: int, stop: int, pages, slot: int, plan, wat
     back = rt.config.engram_max_ngram_size - 1
     for at in range(start, stop, rt.limits.rows):
         part = ids[at : min(at + rt.limits.rows, stop)]
-        work = Work(part, at, ids[max(at - back, 0) : at], pages, slot, plan, "all" if watch else "none")
+        work = Work(
+            part, at, ids[max(at - back, 0) : at], pages, slot, plan, "all" if watch else "none"
+        )
         out = rt.model(rt.context(build([work], rt.config, rt.model.device), watch))
         yield out.logits, out.rows

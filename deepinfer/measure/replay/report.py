@@ -1,4 +1,5 @@
-"""ReplayReport: the tables of a replay measurement, their summary with intervals, and its pictures."""
+"""ReplayReport: the tables of a replay measurement, their summary with intervals, and its
+pictures."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 FORMAT = "deepinfer.ReplayReport/1"
 NAMES = ("passages", "tokens", "windows", "plans")
 TITLES = {
-    "passages": "replay against exact, by text; kl in nats, length: tokens of a step with the drafter",
+    "passages": "replay against exact, by text; kl in nats, length: tokens of a drafter's step",
     "tokens": "replay against exact, by token of the continuation; kl and -log p in nats",
     "windows": "window keys against exact, by layer and distance from the cut in tokens",
     "plans": "what each policy costs: one prompt's prefill; ran: rows x layers of this measurement",
 }
 METERS = ("kl", "agreement", "dlogprob", "perplexity_ratio", "length_change")
+QUANTILES = {"median": 0.5, "p99": 0.99}
 SHAPE = ("keep", "windows", "depth", "cut_layer", "cut_layers")
 
 
@@ -33,10 +35,11 @@ SHAPE = ("keep", "windows", "depth", "cut_layer", "cut_layers")
 class ReplayReport:
     """What `replay_error` measured. Everything else here is computed from its four tables.
 
-    passages: one row a text and policy. kl, dlogprob: mean over the continuation (and _median, _p99,
-    _max); agreement; perplexity_ratio; nats_p, nats_q: sums of -log p, exact and by the policy;
-    length_exact, length: expected tokens of a step over `blocks` draft blocks; window_rel_l2.
-    tokens: one row a token. windows: one a text, policy, layer and distance bin. plans: one a policy.
+    passages: one row a text and policy. kl, dlogprob: mean over the continuation (and _median,
+    _p99, _max); agreement; perplexity_ratio; nats_p, nats_q: sums of -log p, exact and by the
+    policy; length_exact, length: expected tokens of a step over `blocks` draft blocks;
+    window_rel_l2. tokens: one row a token. windows: one a text, policy, layer and distance bin.
+    plans: one a policy.
     """
 
     passages: Table
@@ -59,7 +62,7 @@ class ReplayReport:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.passages["policy"]))
+        return tuple(dict.fromkeys(str(row["policy"]) for row in self.passages))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -74,7 +77,8 @@ class ReplayReport:
 
     def summary(self) -> Table:
         """One row a policy: means over all tokens and their median, p99 and maximum, each with its
-        95 % interval over groups (columns _low, _high; None with fewer than 8 groups); and the cost.
+        95 % interval over groups (columns _low, _high; None with fewer than 8 groups); and the
+        cost.
 
         length_change: mean expected tokens of a step, less that of exact. window_rel_l2: of all
         window keys of the layers that the policy touches.
@@ -82,14 +86,14 @@ class ReplayReport:
         plans = {row["policy"]: row for row in self.plans}
         lines = [self._line(name, plans.get(name, {})) for name in self.policies]
         title = (
-            f"replay against exact on {self.facts['texts']} texts of {self.facts['groups']} groups, "
-            f"{self.facts['continuation']} tokens behind a prompt of {self.facts['prompt']}"
+            f"replay against exact on {self.facts['texts']} texts of {self.facts['groups']} "
+            f"groups, {self.facts['continuation']} tokens behind a prompt of {self.facts['prompt']}"
         )
         return Table(lines, title=title, provenance=self.facts)
 
     def estimate(self, policy: str, meter: str, of: str = "mean") -> Estimate:
-        """A meter with its interval. of: 'mean', or for kl and dlogprob 'median', 'p99' or 'max' (of
-        tokens; a maximum has no interval). KeyError for what was not measured."""
+        """A meter with its interval. of: 'mean', or for kl and dlogprob 'median', 'p99' or 'max'
+        (of tokens; a maximum has no interval). KeyError for what was not measured."""
         if policy not in self.policies:
             raise KeyError(f"no policy {policy!r} was measured: {', '.join(self.policies)} were")
         if meter == "window_rel_l2":
@@ -108,15 +112,22 @@ class ReplayReport:
         values = [torch.tensor([r[meter] for r in g], dtype=torch.float64) for g in _groups(rows)]
         if of == "max":
             return Estimate(max(float(v.max()) for v in values))
-        return quantile(values, {"median": 0.5, "p99": 0.99}[of])
+        if of not in QUANTILES:
+            raise KeyError(f"of={of!r}: 'mean', 'median', 'p99' or 'max'")
+        return quantile(values, QUANTILES[of])
 
     def _line(self, name: str, plan: Mapping[str, Any]) -> dict[str, object]:
         line: dict[str, object] = dict(policy=name, **{k: plan.get(k) for k in SHAPE})
         for meter in METERS:
-            for of in ("mean", "median", "p99", "max") if meter in ("kl", "dlogprob") else ("mean",):
+            for of in (
+                ("mean", "median", "p99", "max") if meter in ("kl", "dlogprob") else ("mean",)
+            ):
                 if meter == "length_change" and "length" not in self.passages.columns:
                     continue
-                column, e = meter if of == "mean" else f"{meter}_{of}", self.estimate(name, meter, of)
+                column, e = (
+                    meter if of == "mean" else f"{meter}_{of}",
+                    self.estimate(name, meter, of),
+                )
                 line[column] = e.value
                 if of != "max":
                     line |= {f"{column}_low": e.low, f"{column}_high": e.high}
@@ -132,8 +143,11 @@ class ReplayReport:
         return self._pooled(("policy", "keep", "layer"), "by layer")
 
     def by_distance(self) -> Table:
-        """Relative L2 of window keys by policy and distance from the cut, over all texts and layers."""
-        return self._pooled(("policy", "keep", "distance", "until"), "by distance from the cut, tokens")
+        """Relative L2 of window keys by policy and distance from the cut, over all texts and
+        layers."""
+        return self._pooled(
+            ("policy", "keep", "distance", "until"), "by distance from the cut, tokens"
+        )
 
     def _pooled(self, by: tuple[str, ...], words: str) -> Table:
         sums: dict[tuple, dict[str, list[float]]] = {}
@@ -146,7 +160,9 @@ class ReplayReport:
         for key, group in sums.items():
             e = _root(list(group.values()))
             rows.append(
-                dict(zip(by, key, strict=True), rel_l2=e.value, rel_l2_low=e.low, rel_l2_high=e.high)
+                dict(
+                    zip(by, key, strict=True), rel_l2=e.value, rel_l2_low=e.low, rel_l2_high=e.high
+                )
                 | dict(rows=sum(x[2] for x in group.values()))
             )
         return Table(rows, title=f"relative L2 of window keys, {words}", provenance=self.facts)
@@ -182,7 +198,8 @@ class ReplayReport:
 
     @classmethod
     def from_json(cls, source: str | Path) -> ReplayReport:
-        """The report that `to_json` wrote: its text, or the path of its file. ValueError for others."""
+        """The report that `to_json` wrote: its text, or the path of its file. ValueError for
+        others."""
         given = isinstance(source, str) and source.lstrip()[:1] == "{"
         whole = json.loads(str(source) if given else Path(source).read_text("utf-8"))
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
@@ -195,8 +212,9 @@ class ReplayReport:
         self, meter: str = "kl", x: str = "keep", of: str = "mean", ax: Axes | None = None,
         floors: ReplayReport | None = None,
     ) -> Axes:  # fmt: skip
-        """A meter over keep (or x='windows', 'depth', 'rows_share', 'flops_share') with its interval.
-        floors: another report (`logits_error`), whose policies are drawn as horizontal lines."""
+        """A meter over keep (or x='windows', 'depth', 'rows_share', 'flops_share') with its
+        interval. floors: another report (`logits_error`), whose policies are drawn as horizontal
+        lines."""
         from deepinfer.display.replay import plot_error
 
         return plot_error(self, meter, x, of, ax, floors)
@@ -234,7 +252,8 @@ class ReplayReport:
 
 
 def _groups(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows of each group, groups in the order of their names: the draws of all policies pair."""
+    """The rows of each group, groups in the order of their names: the draws of all policies
+    pair."""
     out: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         out.setdefault(row["group"], []).append(row)

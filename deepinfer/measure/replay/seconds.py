@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 def replay_seconds(
     eng: Engine, text: Prompts, keeps: Keeps, lengths: Sequence[int], repeats: int = 5
 ) -> Table:
-    """Time the prefill of the first `length` tokens of one text, of every length, by exact and by each
-    policy, in one chunk or as few as the engine's row limit allows.
+    """Time the prefill of the first `length` tokens of one text, of every length, by exact and by
+    each policy, in one chunk or as few as the engine's row limit allows.
 
-    One row a length and policy. seconds: median of `repeats` runs, policies in turn, after one that is
-    not counted; fastest: the least; speedup: of medians, over exact; predicted_*: the ratio of
-    exact's rows x layers, and FLOPs, to the policy's. The first token is drawn in it, as in a request.
+    One row a length and policy. seconds: median of `repeats` runs, policies in turn, after one that
+    is not counted; fastest: the least; speedup: of medians, over exact; predicted_*: the ratio of
+    exact's rows x layers, and FLOPs, to the policy's. The first token is drawn in it, as in a
+    request.
 
     Raises ValueError for a text that is too short and for what `replay_error` refuses.
     """
@@ -35,7 +36,9 @@ def replay_seconds(
 
     lengths = list(lengths)
     if not lengths or isinstance(repeats, bool) or repeats < 1:
-        raise ValueError(f"replay_seconds: lengths={lengths}, repeats={repeats!r}: want one or more")
+        raise ValueError(
+            f"replay_seconds: lengths={lengths}, repeats={repeats!r}: want one or more"
+        )
     found = Texts.of(eng, text, max(lengths), 1, None, "replay_seconds")
     named: dict[str, Any] = {n: e.slots["replay"] for n, e in policies(eng, keeps).items()}
     base = eng.with_(
@@ -63,7 +66,9 @@ def replay_seconds(
 
 
 def _rows(engines: dict[str, Any], length: int, taken: dict[str, list[float]]) -> list[dict]:
-    costs = {n: prefill_cost(plan_of(e, n, length, 0), length, e.config) for n, e in engines.items()}
+    costs = {
+        n: prefill_cost(plan_of(e, n, length, 0), length, e.config) for n, e in engines.items()
+    }
     medians = {name: statistics.median(x) for name, x in taken.items()}
     return [
         dict(

@@ -49,10 +49,13 @@ class Texts:
             raise ValueError(f"{who}: no texts: give at least one")
         labels = range(len(found)) if groups is None else list(groups)
         if len(labels) != len(found):
-            raise ValueError(f"{who}: {len(labels)} groups for {len(found)} texts: want one label each")
+            raise ValueError(
+                f"{who}: {len(labels)} groups for {len(found)} texts: want one label each"
+            )
         if total > eng.config.max_position_embeddings:
             raise ValueError(
-                f"{who}: {total} tokens, the model has {eng.config.max_position_embeddings} positions"
+                f"{who}: {total} tokens, the model has "
+                f"{eng.config.max_position_embeddings} positions"
             )
         return Texts(tuple(found), tuple(map(str, labels)), prompt, continuation)
 

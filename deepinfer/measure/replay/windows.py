@@ -29,8 +29,9 @@ def edges(window: int, length: int) -> list[int]:
 def window_errors(
     exact: Pass, other: Pass, plan: ReplayPlan, first: int, length: int, config: ModelConfig
 ) -> Iterator[dict[str, object]]:
-    """One row a layer from `first` on and distance bin: layer, distance (from, including), until, rows,
-    error2 and norm2 (sums of squares of the difference and of the exact keys), rel_l2 of them.
+    """One row a layer from `first` on and distance bin: layer, distance (from, including), until,
+    rows, error2 and norm2 (sums of squares of the difference and of the exact keys), rel_l2 of
+    them.
 
     The rows are those of prompt and continuation at or above `lowest`.
     """

@@ -1,0 +1,198 @@
+"""ReplayReport: intervals from its own tables, exports, and what it shows."""
+
+import math
+import re
+
+import pytest
+import torch
+from properties.small import small_engine, stream
+from properties.test_replay_plans import KEEP, Last
+
+import deepinfer as di
+from deepinfer.display.replay import family
+from deepinfer.measure import bootstrap
+from deepinfer.measure.replay.divergence import first_difference
+from deepinfer.measure.replay.report import ReplayReport
+
+PROMPT, MORE = 60, 9
+MODULES = "aabcdefghi"
+POLICIES = {
+    "keep 22": Last(keep=KEEP),
+    "keep 40": Last(keep=40),
+    "open": Last(keep=KEEP, whole_window=True),
+    "all": Last(keep=PROMPT),
+}
+
+
+@pytest.fixture(scope="module")
+def report() -> ReplayReport:
+    texts = [stream(PROMPT + MORE, s) for s in range(len(MODULES))]
+    return di.measure.replay_error(small_engine(), texts, POLICIES, PROMPT, MORE, groups=MODULES)
+
+
+@pytest.fixture(scope="module")
+def floors() -> ReplayReport:
+    eng = small_engine()
+    texts = [stream(PROMPT + MORE, s) for s in range(len(MODULES))]
+    others = {"dense": eng.with_(attention="dense")}
+    return di.measure.logits_error(eng, others, texts, PROMPT, MORE, groups=MODULES)
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+def test_intervals_are_over_groups_not_texts(report):
+    e = report.estimate("keep 22", "kl")
+    by_group = {}
+    for row in report.tokens.where(policy="keep 22"):
+        by_group.setdefault(row["group"], []).append(row["kl"])
+    assert {g: len(v) for g, v in by_group.items()} == {"a": 18, **dict.fromkeys("bcdefghi", 9)}
+    pairs = [torch.tensor(by_group[g]) for g in sorted(by_group)]
+    want = bootstrap.ratio([(v, torch.ones_like(v, dtype=torch.bool)) for v in pairs])
+    assert (e.value, e.low, e.high) == pytest.approx((want.value, want.low, want.high), rel=1e-6)
+    assert e.low < e.value < e.high
+    assert report.estimate("keep 22", "kl", "max").value == max(map(max, by_group.values()))
+
+
+def test_perplexity_ratio_is_that_of_all_tokens(report):
+    rows = report.tokens.where(policy="keep 22")
+    want = math.exp((math.fsum(rows["nats_q"]) - math.fsum(rows["nats_p"])) / len(rows))
+    e = report.estimate("keep 22", "perplexity_ratio")
+    assert e.value == pytest.approx(want, rel=1e-12) and e.low < e.value < e.high
+    passages = report.passages.where(policy="keep 22")
+    ratio = math.exp(math.fsum(b - a for a, b in zip(passages["nats_p"], passages["nats_q"])) / 90)
+    assert ratio == pytest.approx(want, rel=1e-12)
+
+
+def test_summary_holds_every_estimate(report):
+    for row in report.summary():
+        for meter, of in [("kl", "p99"), ("dlogprob", "median"), ("agreement", "mean")]:
+            e = report.estimate(row["policy"], meter, of)
+            column = meter if of == "mean" else f"{meter}_{of}"
+            assert (row[column], row[f"{column}_low"], row[f"{column}_high"]) == (
+                e.value,
+                e.low,
+                e.high,
+            )
+        assert row["kl_median"] <= row["kl_p99"] <= row["kl_max"]
+        assert row["kl_p99_low"] <= row["kl_p99"] <= row["kl_p99_high"]
+
+
+def test_few_groups_have_no_interval(report):
+    rows = report.tokens.where(lambda r: r["group"] in "abc")
+    few = ReplayReport(report.passages, rows, report.windows, report.plans)
+    e = few.estimate("keep 22", "kl")
+    assert e.value > 0 and e.low is e.high is None
+
+
+def test_windows_pool_squares_and_not_ratios(report):
+    row = report.by_layer().where(policy="keep 22", layer=4)[0]
+    cells = report.windows.where(policy="keep 22", layer=4).rows
+    want = sum(c["error2"] for c in cells) / sum(c["norm2"] for c in cells)
+    assert row["rel_l2"] == pytest.approx(math.sqrt(want)) and row["rows"] == 10 * (KEEP + MORE - 1)
+    assert row["rel_l2_low"] < row["rel_l2"] < row["rel_l2_high"]
+    near = report.by_distance().where(policy="keep 22", distance=0)[0]
+    cells = report.windows.where(policy="keep 22", distance=0).rows
+    want = sum(c["error2"] for c in cells) / sum(c["norm2"] for c in cells)
+    assert near["until"] == 4 and near["rel_l2"] == pytest.approx(math.sqrt(want))
+
+
+def test_unknown_names_are_refused(report):
+    with pytest.raises(KeyError, match="no policy 'x' was measured: keep 22, keep 40"):
+        report.estimate("x", "kl")
+    with pytest.raises(KeyError, match="no meter 'klx': kl, agreement"):
+        report.estimate("keep 22", "klx")
+    with pytest.raises(KeyError, match="of='p50'"):
+        report.estimate("keep 22", "kl", "p50")
+    with pytest.raises(ValueError, match="x='rows': keep, windows"):
+        report.plot_error(x="rows")
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None and first_difference([], []) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2 == first_difference([1, 2, 3], [1, 2])
+
+
+# ---------------------------------------------------------------------------------------- exports
+
+
+def test_json_comes_back_equal(report, floors, tmp_path):
+    for one in (report, floors):
+        path = tmp_path / "report.json"
+        text = one.to_json(path)
+        for source in (text, path, str(path)):
+            back = ReplayReport.from_json(source)
+            for name in ("passages", "tokens", "windows", "plans"):
+                assert getattr(back, name) == getattr(one, name)
+            assert back.summary() == one.summary() and repr(back) == repr(one)
+    with pytest.raises(ValueError, match="not a replay report"):
+        ReplayReport.from_json(report.tokens.to_json())
+
+
+def test_provenance_says_what_was_measured(report):
+    facts = report.facts
+    assert facts["weights"] == small_engine().fingerprint and facts["dtype"] == "float64"
+    assert facts["prompt"] == PROMPT and facts["continuation"] == MORE and facts["hit"] == 0
+    assert facts["texts"] == 10 and facts["groups"] == 9 and len(facts["ids"]) == 16
+    assert facts["policies"]["keep 40"] == repr(POLICIES["keep 40"])
+    assert report.tokens.provenance == report.windows.provenance == report.plans.provenance == facts
+
+
+# ---------------------------------------------------------------------------------------- showing
+
+
+def test_what_is_shown_holds_no_time_and_does_not_change(report):
+    for text in (repr(report), report._repr_html_()):
+        assert "second" not in text and not re.search(r"\d ?m?s\b", text)
+        assert "keep 22" in text and "10 texts of 9 groups" in text and "95 % over groups" in text
+    assert max(map(len, repr(report).splitlines())) <= 160
+    assert len(report._repr_html_()) < 12_000
+
+
+def test_plots_take_and_return_axes(report, floors):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ax = report.plot_error(floors=floors)
+    assert ax.get_yscale() == "log" and ax.get_xlabel().startswith("keep")
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert labels[0] == "dense" and len(labels) == 3  # two families of policies
+    _, mine = plt.subplots()
+    assert report.plot_error("agreement", x="windows", ax=mine) is mine
+    assert mine.get_yscale() == "linear"
+    assert report.plot_error("dlogprob", x="depth", of="max").get_ylabel().endswith("max")
+    _, mine = plt.subplots()
+    assert report.plot_layers(mine) is mine
+    drawn = {line.get_label(): line for line in mine.get_lines()}
+    assert set(drawn) == {"keep 22", "keep 40", "open"}  # nothing is cut in the other
+    assert list(drawn["keep 22"].get_xdata()) == [3, 4]  # the cut layer's own keys are exact
+    want = [r["rel_l2"] for r in report.by_layer().where(policy="keep 22") if r["rel_l2"]]
+    assert list(drawn["keep 22"].get_ydata()) == want
+    ax = report.plot_distance(policies=["keep 22"])
+    assert len(ax.get_lines()) == 1 and ax.get_lines()[0].get_xdata()[0] == 1.5
+    ax = report.plot_cost(policies=["keep 22"])
+    widths = [sum(bar[i].get_width() for bar in ax.containers) for i in (0, 1)]
+    plans = {row["policy"]: row for row in report.plans}
+    assert widths == pytest.approx([1, plans["keep 22"]["flops_share"]])
+    plt.close("all")
+
+
+def test_a_family_is_a_policy_without_its_keep(report):
+    names = [family(report, name) for name in report.policies]
+    assert names[0] == names[1] == names[3] and "keep" not in names[0]
+    assert names[2] != names[0] and "whole_window=True" in names[2]
+    assert family(report, "someone else's") == "someone else's"
+
+
+def test_names_of_the_namespace():
+    import ast
+    from pathlib import Path
+
+    stub = Path(di.measure.__file__).with_suffix(".pyi").read_text("utf-8")
+    names = {a.name for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert names == set(di.measure.__all__) <= set(dir(di.measure))
+    assert all(callable(getattr(di.measure, name)) for name in names)
+    with pytest.raises(AttributeError, match="replay_errors"):
+        di.measure.replay_errors  # noqa: B018
