@@ -6,6 +6,7 @@ law.py        what a law is, and the tools its statement is written with
 origin.py     the line of the object's code that raised
 report.py     what a check found               check.py     which laws run on what
 sampler.py verifier.py grammar.py replay.py attention.py experts.py    the laws of each slot
+prompt_run.py    a small model that runs a prompt by a plan, for the replay laws
 walk.py       a small layer stack's worth of keys, for the attention laws     small.py    its model
 """
 

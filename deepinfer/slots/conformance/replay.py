@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Iterator
 
+import torch
+
 from deepinfer.config import ModelConfig
+from deepinfer.slots.conformance import prompt_run
 from deepinfer.slots.conformance.law import Law, Subject, case, expect, law
+from deepinfer.slots.conformance.small import small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 LAWS: list[Law] = []
@@ -194,3 +198,38 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
         f"starts at {plan.start}: the windows before it are at hand at {prompt.state_at} only, "
         f"and rows from {out} are seen",
     )
+
+
+OTHER_MODEL = "the numbers are those of the small model, and another config was given"
+
+
+@law(LAWS, "no row reads a window that nobody has written")
+def written(s: Subject) -> str | None:
+    if s.info.config != small_config():
+        return OTHER_MODEL
+    policy = s.fresh()
+    for prompt in prompt_run.cases():
+        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+            plan = policy.plan(prompt, s.info.config)
+            expect(
+                prompt_run.logits(prompt, plan).isfinite().all(),
+                "logits behind the prompt are not finite, where what was never written is NaN",
+            )
+    return None
+
+
+@law(LAWS, "an exact policy's prompt leaves the logits that all rows leave", exact=True)
+def same_numbers(s: Subject) -> str | None:
+    if s.info.config != small_config():
+        return OTHER_MODEL
+    policy = s.fresh()
+    for prompt in prompt_run.cases():
+        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+            plan = policy.plan(prompt, s.info.config)
+            got, want = prompt_run.logits(prompt, plan), prompt_run.full_logits(prompt.length)
+            apart = float((got - want).abs().max())
+            expect(
+                torch.isfinite(got).all() and apart < 1e-9,
+                f"logits of the last row and behind it differ by {apart:.2g}",
+            )
+    return None
