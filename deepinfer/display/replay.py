@@ -46,22 +46,29 @@ METER_WORDS = {
 def report_text(r: ReplayReport) -> str:
     """One line a policy; nothing in it is a time."""
     s = r.summary()
-    rows = [_cells(row) for row in _rows(s)]
-    return "\n".join([grid(COLUMNS, rows, COLUMNS[1:2], title=s.title, width=160), *_notes(r)])
+    columns = _columns(r)
+    rows = [[_cells(row)[i] for i in columns] for row in _rows(s)]
+    names = [COLUMNS[i] for i in columns]
+    return "\n".join([grid(names, rows, ["keep"], title=s.title, width=160), *_notes(r)])
 
 
 def report_html(r: ReplayReport) -> str:
     s = r.summary()
-    rows = [_html_cells(row) for row in _rows(s)]
-    body = [html.table(COLUMNS, rows, numeric=COLUMNS[1:2])]
+    columns = _columns(r)
+    rows = [[_html_cells(row)[i] for i in columns] for row in _rows(s)]
+    body = [html.table([COLUMNS[i] for i in columns], rows, numeric=["keep"])]
     body += [html.block(html.muted(note)) for note in _notes(r)]
-    return html.card(
-        "Replay against exact", *body, note=s.title.removeprefix("replay against exact ")
-    )
+    title = r.compared[0].upper() + r.compared[1:]
+    return html.card(title, *body, note=s.title.removeprefix(r.compared + " "))
 
 
 def _rows(table: Table) -> list[dict[str, Any]]:
     return [dict(row) for row in table]
+
+
+def _columns(r: ReplayReport) -> list[int]:
+    """Places of COLUMNS that a report has: engines have no keep and no cost."""
+    return [i for i in range(len(COLUMNS)) if len(r.plans) or i not in (1, 7, 8)]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -115,10 +122,12 @@ def _share(x: float | None) -> str:
 
 def _notes(r: ReplayReport) -> list[str]:
     n = r.facts["groups"]
-    said = (
-        "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the "
-        "prompt's prefill, share of exact"
-    )
+    said = "KL(first || other) of the tokens behind the prompt"
+    if len(r.plans):
+        said = (
+            "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the "
+            "prompt's prefill, share of exact"
+        )
     if n < FEWEST:
         return [said, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
     return [said, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]

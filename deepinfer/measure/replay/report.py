@@ -71,6 +71,11 @@ class ReplayReport:
 
     # --------------------------------------------------------------------------------- numbers
 
+    @property
+    def compared(self) -> str:
+        """What with what, in words: a report of `logits_error` has no plans."""
+        return "replay against exact" if len(self.plans) else "engines against the first"
+
     def table(self) -> Table:
         """The table by passage."""
         return self.passages
@@ -83,10 +88,15 @@ class ReplayReport:
         length_change: mean expected tokens of a step, less that of exact. window_rel_l2: of all
         window keys of the layers that the policy touches.
         """
+        if "_summary" not in self.__dict__:  # bootstraps take a second
+            self.__dict__["_summary"] = self._summarised()
+        return self.__dict__["_summary"]
+
+    def _summarised(self) -> Table:
         plans = {row["policy"]: row for row in self.plans}
         lines = [self._line(name, plans.get(name, {})) for name in self.policies]
         title = (
-            f"replay against exact on {self.facts['texts']} texts of {self.facts['groups']} "
+            f"{self.compared} on {self.facts['texts']} texts of {self.facts['groups']} "
             f"groups, {self.facts['continuation']} tokens behind a prompt of {self.facts['prompt']}"
         )
         return Table(lines, title=title, provenance=self.facts)
