@@ -3,7 +3,10 @@
 A hit is looked up whenever a request is admitted, again after it gave way too. It is at most
 length - (window + backtracking) tokens in whole pages, so that the rows behind it fill the window
 of the drafter; the limit is the same without a drafter. The replay policy says where the rows
-begin: `exact` at the last snapshot, whose window rows are then put into the request's rings.
+begin: `exact` at the last snapshot, whose window rows are then put into the request's rings;
+`bounded` on its encoder side one window below the hit, on empty rings; `halo` as far below it as
+exact windows take. What an inexact plan leaves is marked so, also the block KV that a decoder-side
+cut alone does not touch: nobody exact reads the cache of an engine that is not.
 
 After each commit the pages that have become full are registered, and the window rows at some of
 their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of

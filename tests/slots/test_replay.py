@@ -108,7 +108,10 @@ def test_the_decoder_side_of_the_release():
     mask = plan(Bounded(mode="mask"), 4000)
     assert mask.floor == made.floor and not any(mask.rows_from + mask.kv_from)
     assert plan(Bounded(layer=30), 4000).rows_run(4000) == (4000,) * 30 + (140,) * 10
-    assert not made.exact and "the last 140 rows, from 3860, go on past layer 20" in made.why
+    assert not made.exact and made.why == (
+        "from 0: nothing is at hand; "
+        "from layer 20 on only the last 140 rows run, those from 3860"
+    )
     short = plan(Bounded(), 140)
     assert short.exact and short.rows_run(140) == (140,) * 40 and "within keep (140)" in short.why
     assert not plan(Bounded(), 141).exact

@@ -5,6 +5,7 @@ halo.py     only those that something read later depends on: the same numbers fr
 bounded.py  a fixed number of rows, whatever the length and the depth: an approximation
 """
 
+from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.registry import registry
 
 register = registry("replay").register
@@ -13,4 +14,4 @@ from deepinfer.slots.replay.bounded import Bounded  # noqa: E402
 from deepinfer.slots.replay.exact import Exact  # noqa: E402
 from deepinfer.slots.replay.halo import Halo  # noqa: E402
 
-__all__ = ["Bounded", "Exact", "Halo", "register"]
+__all__ = ["Bounded", "Exact", "Halo", "Prompt", "ReplayPlan", "register"]

@@ -37,6 +37,7 @@ class Bounded:
     mode: 'compact' drops the rows below the cut; 'mask' runs them with an empty window, for kept
     rows the same numbers at the full price.
     sides: 'decoder' (every prompt is cut), 'encoder' (a hit without state KV is replayed), 'both'.
+    With a prefix cache take 'both': a prompt that was cut leaves no state KV to begin at.
     layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
     studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
     exact and the cut is felt one layer later, as in vLLM; False, as in DeepInfer, cuts them too.
@@ -176,7 +177,7 @@ class Bounded:
     def _begin(self, prompt: Prompt, config: ModelConfig) -> tuple[int, int, int, str]:
         """(first row run, block KV read below, lowest window position there is, in words)."""
         if prompt.wants_all_logits:
-            return 0, 0, 0, "all rows: log-probabilities of the whole prompt are asked"
+            return 0, 0, 0, "from 0: log-probabilities of the whole prompt are asked"
         window, hit = config.sliding_window, prompt.hit
         begin = hit - window
         if self.replays and begin > prompt.state_at:
@@ -192,9 +193,9 @@ class Bounded:
             read = max(min(hit, prompt.length - 1), start) if self.replays else start
             return start, read, 0, f"from {start}: block KV and state KV are at hand below it"
         if hit and self.replays and hit <= window:
-            return 0, 0, 0, f"all rows: a hit of {hit} is no longer than the window ({window})"
+            return 0, 0, 0, f"from 0: a hit of {hit} is no longer than the window ({window})"
         words = "no state KV is at hand" if hit else "nothing is at hand"
-        return 0, 0, 0, f"all rows: {words}"
+        return 0, 0, 0, f"from 0: {words}"
 
     def _cut_words(self, prompt: Prompt, config: ModelConfig, cut: int) -> str:
         if not self.cuts:
@@ -205,9 +206,9 @@ class Bounded:
         keep = self.rows_kept(config)
         if not cut:
             return f"nothing is dropped: the prompt of {prompt.length} is within keep ({keep})"
-        does = "go on" if self.mode == "compact" else "see their window"
-        own = ", whose own window stays whole" if self.whole_window else ""
-        return f"of the prompt only the last {keep} rows, from {cut}, {does} past layer {layer}{own}"
+        does = "run" if self.mode == "compact" else "see a window"
+        own = f"; layer {layer} sees its whole window" if self.whole_window else ""
+        return f"from layer {layer} on only the last {keep} rows {does}, those from {cut}{own}"
 
 
 def backtracking(config: ModelConfig) -> int:
