@@ -159,15 +159,16 @@ def test_distance_bins():
 # ---------------------------------------------------------------------------------------- drafter
 
 
-def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng):
+@pytest.mark.parametrize("name", ["keep", "one row"])
+def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng, report, name):
     """Block by block through an engine's cache: prefill by the plan, decode, the drafter's states."""
     from deepinfer.engine.batch import Work, build
     from properties.serial import Place
 
-    ids, plan = TEXTS[0][:-1], plan_of(eng.with_(replay=POLICIES["keep"]), "keep", PROMPT, 0)
-    rt = eng.with_(verifier="fixed", replay=POLICIES["keep"]).runtime
+    ids, plan = TEXTS[0][:-1], plan_of(eng.with_(replay=POLICIES[name]), name, PROMPT, 0)
+    rt = eng.with_(verifier="fixed", replay=POLICIES[name]).runtime
     place, want = Place.take(rt, len(ids) + DRAFTS), []
-    logits = eng.with_(replay=POLICIES["keep"]).logits(ids, prompt=PROMPT)
+    logits = eng.with_(replay=POLICIES[name]).logits(ids, prompt=PROMPT)
     with torch.no_grad():
         rt.model(
             rt.context(
@@ -191,6 +192,9 @@ def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng):
         exact = accepted_lengths(own.runtime, passage.exact, ids, PROMPT, 1)
     assert got.tolist() == pytest.approx(want, abs=1e-10)
     assert (got - exact).abs().max() > 1e-6
+    row = report.passages.where(policy=name, text=0)[0]  # a block every 4 tokens
+    assert row["length"] == pytest.approx(float(got[::4].mean()), abs=1e-10)
+    assert row["length_exact"] == pytest.approx(float(exact[::4].mean()), abs=1e-10)
 
 
 def test_lengths_in_the_report(eng, report):
@@ -298,12 +302,17 @@ def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
     ids = [*TEXTS[0][:PROMPT], *done.token_ids]
     plan = plan_of(eng.with_(replay=policy), "both", PROMPT, hit)
     assert plan.start == hit - WINDOW and plan.write_from == hit
-    with measuring_engine(eng, len(ids), hit) as own, torch.no_grad():
+    with measuring_engine(eng, len(ids) + 64, hit) as own, torch.no_grad():
         rt = own.runtime
         free = rt.pages.available, rt.states.free
         with prefix_pages(rt, ids[:hit]) as pages:
             got = [behind_hit(rt, ids[:-1], PROMPT, plan, pages) for _ in range(2)]
         assert (rt.pages.available, rt.states.free) == free
+        less, parts = plan_of(eng.with_(replay=policy), "both", PROMPT, 32), []
+        for more in ([], [9] * 16):  # pages that a plan does not adopt change nothing
+            with prefix_pages(rt, ids[:32] + more) as pages:
+                parts.append(behind_hit(rt, ids[:-1], PROMPT, less, pages).logits)
+        torch.testing.assert_close(parts[0], parts[1], rtol=0, atol=1e-12)
     law = got[0].logits.log_softmax(-1)
     assert law.argmax(-1).tolist() == list(done.token_ids)
     assert law.amax(-1).tolist() == pytest.approx(list(done.logprobs), abs=1e-10)
@@ -355,23 +364,21 @@ def test_floors_are_metered_alike(eng):
 
 
 def test_divergence_of_free_text(eng):
-    table = di.measure.replay_divergence(
-        eng, TEXTS, {"no cut": Last(keep=PROMPT), "one row": Last(keep=1)}, PROMPT, 5, groups="aab"
-    )
+    policies = {"no cut": Last(keep=PROMPT), "short": Last(keep=4)}
+    table = di.measure.replay_divergence(eng, TEXTS, policies, PROMPT, 10, groups="aab", seed=7)
     assert len(table) == 2 * 2 * 3 and table["group"][:3] == ["a", "a", "b"]
     assert set(table.where(policy="no cut")["diverged"]) == {None}
-    for row in table.where(policy="one row", text=1):
-        temperature = 1.0 if row["way"] == "seeded" else 0.0
-        texts = [
-            e.generate(
-                TEXTS[row["text"]][:PROMPT], max_tokens=5, temperature=temperature, seed=row["text"]
-            )[0]
-            for e in (eng, eng.with_(replay=Last(keep=1)))
-        ]
-        a, b = (list(t.token_ids) for t in texts)
+    other = eng.with_(replay=policies["short"])
+    for row in table.where(policy="short"):
+        how = dict(max_tokens=10, temperature=1.0 if row["way"] == "seeded" else 0.0)
+        prompt = TEXTS[row["text"]][:PROMPT]
+        both = [e.generate(prompt, seed=7 + row["text"], **how)[0].token_ids for e in (eng, other)]
+        a, b = (list(x) for x in both)
         want = next((k for k, (x, y) in enumerate(zip([*a, -1], [*b, -1])) if x != y), None)
-        assert row["diverged"] == want
-    assert any(x is not None for x in table["diverged"])
+        assert row["diverged"] == want and row["tokens"] == len(a)
+    assert (
+        len(set(table.where(policy="short", way="seeded")["diverged"])) > 1
+    )  # else a seed is lost
 
 
 def test_seconds_only_where_asked(eng, report):
