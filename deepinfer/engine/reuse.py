@@ -182,9 +182,8 @@ class Reuse:
         keys = self.keys(request, request.length)
         self.keeping.begin(request, keys, at if restored else 0, self.shared(keys))
         self.lost_tokens += max(start.found - at, 0)
-        if at:
-            self.hits += 1
-            self.hit_tokens += at
+        self.hits += bool(start.pages)  # also where a replay begins at 0, below all that it adopts
+        self.hit_tokens += at
         if mine.cached_tokens is None:
             mine.cached_tokens = at
 

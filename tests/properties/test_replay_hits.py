@@ -14,6 +14,7 @@ from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.slots.verifier import Fixed
 
+import deepinfer as di
 from engine.pool import check, check_empty
 from engine.test_prefix import crowd
 from engine.test_prefix import engine as caching
@@ -219,7 +220,24 @@ def test_hits_and_greedy_text_are_the_same_with_a_drafter(policy):
     assert found[0] == found[DRAFTS] and texts[0] == texts[DRAFTS]
     if policy in (BOTH, ENCODER):
         assert found[0] == [0, 16, 16]
-    assert accepted[0] == [1, 1, 1] and accepted[DRAFTS][1] == accepted[DRAFTS][2]
+    first, second, third = accepted[DRAFTS]
+    assert accepted[0] == [1, 1, 1] and second == third and 0.8 < second / first < 1.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Bounded(), Bounded(sides="both"), Halo()], ids=repr)
+def test_a_trained_drafter_is_as_good_behind_a_cut_or_a_replay(policy):
+    """Accepted length of greedy text on nano, cold and behind a hit, beside that of `exact`."""
+    base = di.Engine.nano(verifier=Fixed(), prefix_cache=True, num_snapshots=0, max_model_len=1024)
+    prompts = [base.encode(text)[:700] for text in di.data.heldout()[:3]]
+
+    def length(eng):
+        out = eng.generate(prompts, max_tokens=48, temperature=0.0, ignore_eos=True)
+        return sum(len(c.token_ids) for c in out) / sum(len({s.step for s in c.steps}) for c in out)
+
+    eng, want = base.with_(replay=policy), length(base.with_(prefix_cache=False))
+    assert length(eng) > 0.75 * want > 1 and length(eng) > 0.75 * want
+    assert eng.cache.hits == (3 if getattr(policy, "replays", True) else 0)
 
 
 @pytest.mark.parametrize("policy", [BOTH, Bounded(14), Bounded(14, "mask"), ENCODER], ids=repr)
@@ -267,6 +285,37 @@ def test_what_a_bounded_prompt_leaves_is_marked():
     assert store.lookup(store.keys(TOKENS[:44]), 44, exact=False).length == 44
 
 
+
+
+def test_what_begins_at_an_inexact_snapshot_is_marked_too():
+    """Its own plan drops nothing and replays nothing: the windows it took over are another's."""
+    eng = cached(ENCODER, num_snapshots=16)
+    reuse = eng.runtime.reuse
+    greedy(eng, TOKENS[:30], 1)
+    for key in [*reuse.snapshots._held]:
+        reuse.snapshots.evict(key)
+    second, _ = greedy(eng, TOKENS[:45], 1)  # replayed behind a hit of 28
+    third, _ = greedy(eng, TOKENS[:60], 1)
+    assert second.cached_tokens == 20 and third.cached_tokens in (40, 44)
+    assert reuse.prefix.lookup(reuse.prefix.keys(TOKENS[:60]), 60, exact=False).length == 60
+    assert reuse.prefix.lookup(reuse.prefix.keys(TOKENS[:60]), 60).length == 28
+
+
+def test_a_recompute_behind_a_hit_keeps_the_cut_of_the_prompt():
+    eng = cached(BOTH)
+    number = eng.add(TOKENS[:40], max_tokens=16, ignore_eos=True)
+    request = eng.requests[number]
+    while len(request.output) < 12:
+        eng.step()
+    eng.runtime.scheduler.preempt(request)
+    while request.state != "running":
+        eng.step()
+    assert request.plan.rows_from[-1] == 26 and request.plan.write_from == 36
+    assert request.plan.floor == (28, 28, 28, 28, 28)  # the last page in which the prompt has a row
+    while eng.unfinished:
+        (out,) = eng.step() or (None,)
+    assert len(out.token_ids) == 16
+    check_empty(eng)
 
 
 def test_where_its_state_kv_is_there_a_hit_is_not_replayed():
