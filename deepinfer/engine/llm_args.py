@@ -130,7 +130,7 @@ def _verifier(drafts: int | None, config: ModelConfig) -> Any:
 
 
 def _replay(mode: str, keep: int) -> Any:
-    """DeepInfer's decoder side: 'off' is the default of its code, published runs are 'compact', 140."""
+    """DeepInfer's decoder side. 'off' is its default; published runs are 'compact', 140."""
     return "exact" if mode == "off" else Bounded(keep, mode)
 
 

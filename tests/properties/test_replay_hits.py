@@ -1,6 +1,6 @@
 """Behind a prefix hit: what a policy adopts of it, runs again, leaves alone and marks.
 
-TM is a model with a window of 8 and backtracking of 6, whose figures the tests of faults are told in.
+TM is a model with a window of 8 and backtracking of 6: the figures of these laws are told in it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def run(rt, place, plan, start: int, stop: int, chunks=()) -> torch.Tensor:
     out, at = [], start
     for size in [*chunks, stop - start - sum(chunks)]:
         ids, before = TOKENS[at : at + size], TOKENS[max(at - 3, 0) : at]
-        out.append(forward(rt, [Work(ids, at, before, place.pages, place.state, plan)], decode=False))
+        work = Work(ids, at, before, place.pages, place.state, plan)
+        out.append(forward(rt, [work], decode=False))
         at += size
     return torch.cat(out)
 
@@ -150,7 +151,8 @@ def test_halo_rebuilds_what_is_read_also_where_a_hit_is_inside_a_group(layout, h
     rt, ids = eng.runtime, stream(n + 1, 5)
 
     def go(place, plan, start):
-        work = Work(ids[start:n], start, ids[max(start - 3, 0) : start], place.pages, place.state, plan)
+        before = ids[max(start - 3, 0) : start]
+        work = Work(ids[start:n], start, before, place.pages, place.state, plan)
         logits = forward(rt, [work], decode=False)[-1]
         return logits, stored(rt, place, 0, n), block(rt, place, n, ids[n])
 
@@ -297,8 +299,10 @@ def test_what_begins_at_an_inexact_snapshot_is_marked_too():
     second, _ = greedy(eng, TOKENS[:45], 1)  # replayed behind a hit of 28
     third, _ = greedy(eng, TOKENS[:60], 1)
     assert second.cached_tokens == 20 and third.cached_tokens in (40, 44)
-    assert reuse.prefix.lookup(reuse.prefix.keys(TOKENS[:60]), 60, exact=False).length == 60
-    assert reuse.prefix.lookup(reuse.prefix.keys(TOKENS[:60]), 60).length == 28
+    marks = [reuse.pages.get(key).exact for key in reuse.prefix.keys(TOKENS[:60])]
+    assert marks == [True] * 7 + [False] * 8
+    assert any(s.exact is False and s.position > 44 for s in reuse.snapshots._held.values())
+    assert not any(s.exact and s.position > 28 for s in reuse.snapshots._held.values())
 
 
 def test_a_recompute_behind_a_hit_keeps_the_cut_of_the_prompt():

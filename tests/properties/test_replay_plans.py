@@ -88,7 +88,8 @@ def test_dropping_is_masking_on_the_rows_that_are_kept(policy):
     torch.testing.assert_close(got.logits[cut:], want.logits[cut:], **TOLERANCE)
     for name, rows in got.rows.items():
         kind, layer = name.split(".")
-        lowest = cut if kind == "window" and int(layer) >= dropped.layer + dropped.whole_window else 0
+        first = dropped.layer + dropped.whole_window
+        lowest = cut if kind == "window" and int(layer) >= first else 0
         for number, row in rows.items():
             if number >= max(lowest, n - WINDOW if kind == "window" else 0):
                 torch.testing.assert_close(

@@ -95,7 +95,8 @@ def _forget() -> None:
 
 def _tail(start: int, length: int, pages: list[int], plan: ReplayPlan | None) -> Tensor:
     rows = [_run(start, length, pages, 2, plan)[-1:]]
-    return torch.cat([*rows, *(_run(p, p + 1, pages, 2, plan) for p in range(length, length + AFTER))])
+    rows += [_run(p, p + 1, pages, 2, plan) for p in range(length, length + AFTER)]
+    return torch.cat(rows)
 
 
 def _run(

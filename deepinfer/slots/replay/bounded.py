@@ -59,7 +59,7 @@ class Bounded:
             value, least = getattr(self, name), 1 if name == "keep" else 0
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(
-                    f"Bounded({name}={value!r}): want an integer >= {least}, or None for the default"
+                    f"Bounded({name}={value!r}): want an integer >= {least}, or None"
                 )
         for name, known in (("mode", MODES), ("sides", SIDES)):
             if getattr(self, name) not in known:

@@ -1,4 +1,4 @@
-"""Halo: the exact rebuild. Each layer runs the rows that a later layer looks back to, and no others."""
+"""Halo: the exact rebuild. A layer runs the rows that a later one looks back to, and no others."""
 
 from __future__ import annotations
 
