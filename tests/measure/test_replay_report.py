@@ -195,3 +195,39 @@ def test_names_of_the_namespace():
     assert all(callable(getattr(di.measure, name)) for name in names)
     with pytest.raises(AttributeError, match="replay_errors"):
         di.measure.replay_errors  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------- joining
+
+
+def test_reports_of_parts_join_to_that_of_all(report):
+    eng, texts = small_engine(), [stream(PROMPT + MORE, s) for s in range(len(MODULES))]
+
+    def measured(part: slice, policies) -> ReplayReport:
+        named = {n: POLICIES[n] for n in policies}
+        groups = MODULES[part]
+        return di.measure.replay_error(eng, texts[part], named, PROMPT, MORE, groups=groups)
+
+    parts = [measured(slice(0, 4), POLICIES), measured(slice(4, 10), POLICIES)]
+    whole = ReplayReport.joined(parts)
+    for name in ("passages", "tokens", "windows", "plans"):
+        assert getattr(whole, name).rows == getattr(report, name).rows
+    assert whole.summary().rows == report.summary().rows
+    assert whole.facts["texts"] == 10 and whole.facts["groups"] == 9
+    two = [measured(slice(0, 2), ["keep 22"]), measured(slice(0, 2), ["open", "all"])]
+    both = ReplayReport.joined(two)
+    assert both.policies == ("keep 22", "open", "all") == tuple(both.facts["policies"])
+    assert both.plans["policy"] == ["exact", "keep 22", "open", "all"]
+    assert both.facts["texts"] == 2 and sorted(both.passages["text"]) == [0, 0, 0, 1, 1, 1]
+    assert ReplayReport.joined([report]).to_json() == report.to_json()
+    for bad, words in [
+        ([], "no reports"),
+        ([two[0], two[0]], "keep 22 were measured twice"),
+        ([parts[0], parts[1], parts[0]], "the same texts twice"),
+        ([two[0], parts[1]], "neither the same texts nor the same policies"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            ReplayReport.joined(bad)
+    short = di.measure.replay_error(eng, texts[:1], {"all": Last(keep=PROMPT)}, PROMPT - 1, MORE)
+    with pytest.raises(ValueError, match="differ in prompt"):
+        ReplayReport.joined([short, two[1]])

@@ -4,6 +4,7 @@ error.py       replay_error, logits_error: the measurements
 passes.py      teacher-forced passes that share what plans have in common
 texts.py, windows.py, drafts.py, cost.py    ids, window keys, accepted lengths, rows x layers, FLOPs
 divergence.py  where free-running text goes another way
+joining.py     several reports as one
 seconds.py     wall-clock seconds of prefills
 report.py      ReplayReport: tables, intervals, pictures
 """

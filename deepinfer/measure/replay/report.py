@@ -60,6 +60,14 @@ class ReplayReport:
             *(Table(x, title=TITLES[n], provenance=facts) for n, x in zip(NAMES, rows, strict=True))
         )
 
+    @staticmethod
+    def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
+        """One report of several that measured the same policies on other texts (their numbers go on
+        counting), or other policies on the same texts. ValueError where they do not fit."""
+        from deepinfer.measure.replay.joining import joined
+
+        return joined(reports)
+
     @property
     def policies(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(row["policy"]) for row in self.passages))
