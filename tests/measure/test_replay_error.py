@@ -330,12 +330,14 @@ def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
     assert {r["layer"] for r in report.windows.where(policy="both")} == set(range(5))
 
 
-def test_an_exact_rebuild_behind_a_hit_changes_nothing(eng):
-    ids, prompt, hit = stream(170, 4), 160, 128
+@pytest.mark.parametrize("prompt, hit", [(160, 128), (PROMPT, 48)])
+def test_an_exact_rebuild_behind_a_hit_changes_nothing(eng, prompt, hit):
+    """Also where it reaches back to the first token and reads block KV of the hit all the same."""
     policies = {"halo": Halo(), "encoder": Last(sides="encoder")}
-    report = di.measure.replay_error(eng, ids, policies, prompt, 10, hit=hit)
+    report = di.measure.replay_error(eng, stream(prompt + 10, 4), policies, prompt, 10, hit=hit)
     plans = {row["policy"]: row for row in report.plans}
-    assert 0 < plans["halo"]["start"] < hit - WINDOW == plans["encoder"]["start"]
+    assert plans["halo"]["start"] < hit - WINDOW == plans["encoder"]["start"]
+    assert (plans["halo"]["start"] > 0) == (prompt == 160)
     halo, encoder = report.summary()
     assert max(halo["kl_max"], halo["dlogprob_max"], halo["window_rel_l2"]) < 1e-12
     assert abs(halo["length_change"]) < 1e-12 < encoder["kl"]

@@ -63,12 +63,12 @@ def _report(
     plans: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> ReplayReport:
-    tables: list[list[dict[str, Any]]] = [
-        [
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [
             row | dict(text=row["text"] + offset)
             for r, offset in zip(reports, offsets, strict=True)
             for row in getattr(r, name)
         ]
-        for name in ("passages", "tokens", "windows")
-    ]
-    return ReplayReport.of(*tables, plans, reports[0].facts | facts)
+
+    passages, tokens, windows = rows("passages"), rows("tokens"), rows("windows")
+    return ReplayReport.of(passages, tokens, windows, plans, reports[0].facts | facts)
