@@ -134,7 +134,8 @@ class Bounded:
     def exact_keep(self, config: ModelConfig) -> int | None:
         """The least keep that changes nothing: window + (n - 1)(window - 1) for n layers whose
         window is cut, since each looks window - 1 further back than the next (2,541 in the release,
-        2,414 with whole_window). None where nothing is cut."""
+        2,414 with whole_window). None where nothing is cut. Such a plan still does not say exact:
+        of the window rows it leaves, those below the last window are not."""
         layer, window = self.cut_layer(config), config.sliding_window
         if layer is None or not self.cuts:
             return None
