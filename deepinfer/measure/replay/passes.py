@@ -158,13 +158,21 @@ def behind_hit(rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, held:
             f"write_from {plan.write_from}: {len(held)} pages of {size} tokens are held, and a "
             "hit is adopted in whole pages"
         )
-    own, (slot,) = rt.pages.take(-(-len(ids) // size) - whole), rt.states.take(1)
-    watch, table, parts = Watch(), [*held[:whole], *own], []
+    own = rt.pages.take(-(-len(ids) // size) - whole)
+    try:
+        return over_pages(rt, ids, prompt, plan, [*held[:whole], *own])
+    finally:
+        rt.pages.give(own)
+
+
+def over_pages(rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, table: list[int]) -> Pass:
+    """The pass by a plan over the pages of a table: it reads those below plan.write_from and writes
+    the others, where a later pass finds its block KV. Its window keys are in no later pass."""
+    (slot,), watch, parts = rt.states.take(1), Watch(), []
     try:
         for start, stop in ((plan.start, prompt), (prompt, len(ids))):
             parts += _chunks(rt, ids, start, stop, table, slot, plan, watch)
     finally:
-        rt.pages.give(own)
         rt.states.give([slot])
     logits = torch.cat([x for x, _ in parts])[-(len(ids) - prompt + 1) :]
     alive = [rows for _, rows in parts if rows.set.count]

@@ -1,0 +1,104 @@
+"""What is measured: sizes of every part, and the policies."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from deepinfer.config import ModelConfig
+from deepinfer.slots.replay import Bounded, Halo
+
+from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Passages and tokens of every part. apart: tokens between two draft blocks."""
+
+    passages: int = 64
+    prompt: int = 512
+    continuation: int = 64
+    hit: int = 384
+    apart: int = 8
+    law_passages: int = 2
+    prose_passages: int = 46
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
+    length_passages: int = 24
+    first_prompt: int = 256
+    turns: int = 8
+    turn_tokens: int = 128
+    turn_passages: int = 24
+    free_passages: int = 24
+    free_tokens: int = 48
+    cost_lengths: tuple[int, ...] = (512, 2048, 8192)
+    cost_repeats: int = 3
+    short_keeps: tuple[int, ...] = (1, 16, 64)  # in 64ths of a window
+    steps: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the way to the exact length
+    later_steps: tuple[float, ...] = (0.2, 0.6, 1.0)  # the same, at later cut layers
+    batch: int = 8  # passages measured between two lines of progress
+
+    def facts(self) -> dict[str, object]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    passages=9, prompt=448, continuation=16, hit=320, law_passages=1, prose_passages=8,
+    lengths=(256, 512), length_passages=8, turns=2, turn_passages=8, free_passages=2, free_tokens=8,
+    cost_lengths=(512,), cost_repeats=1, short_keeps=(1, 64), steps=(0.2, 1.0),
+    later_steps=(0.2, 1.0),
+)  # fmt: skip
+# For the tests: a prompt longer than the exact length of the tiny model (window 8).
+TINY = Sizes(
+    passages=9, prompt=64, continuation=12, hit=32, law_passages=1, prose_passages=8, lengths=(48, 64),
+    length_passages=8, first_prompt=40, turns=2, turn_tokens=24, turn_passages=8, free_passages=2,
+    free_tokens=4, cost_lengths=(64,), cost_repeats=1, short_keeps=(8,), steps=(1.0,),
+    later_steps=(1.0,), batch=5,
+)  # fmt: skip
+
+
+def depths(
+    c: ModelConfig, steps: tuple[float, ...], later: tuple[float, ...] = ()
+) -> dict[str, Bounded]:
+    """Bounded by share of the way from a window to the exact length, with the least keep that an engine
+    takes and the default: at the first decoder layer, and by `later` at those behind it. Named "n6 keep 76",
+    n the layers whose window is cut."""
+    first, window = c.first_decoder_layer, c.sliding_window
+    least = window + c.max_draft + 1
+    out: dict[str, Bounded] = {}
+    for layer in range(first, c.num_layers if later else first + 1):
+        n = c.num_layers - layer
+        exact = window + (n - 1) * (window - 1)
+        shares = steps if layer == first else later
+        keeps = {least, *(window + round(s * (n - 1) * (window - 1)) for s in shares)}
+        keeps |= {Bounded().rows_kept(c)} if layer == first else set()
+        for keep in sorted(k for k in keeps if least <= k <= max(exact, least)):
+            out[f"n{n} keep {keep}"] = Bounded(keep=keep, layer=layer)
+    return out
+
+
+def keep_policies(c: ModelConfig, sizes: Sizes) -> dict[str, object]:
+    """Part keep: by keep and depth, both engines' cut layers, and below what an engine takes."""
+    short = sorted({max(s * c.sliding_window // 64, 1) for s in sizes.short_keeps})
+    return {
+        **{f"short {k}": Short(keep=k) for k in short},
+        **depths(c, sizes.steps, sizes.later_steps),
+        "vLLM": Bounded(whole_window=True),
+        "halo": Halo(),
+    }
+
+
+def few_policies(c: ModelConfig) -> dict[str, object]:
+    """By keep at the first decoder layer, for other texts and lengths."""
+    return {"short 1": Short(keep=1), **depths(c, (0.2, 0.6, 1.0))}
+
+
+def side_policies(page: int) -> dict[str, object]:
+    """Behind a hit without state KV, in pages of so many tokens."""
+    return {
+        "no replay": NoReplay(),
+        "page given up": PageGivenUp(page),
+        "encoder": Bounded(sides="encoder"),
+        "decoder": Bounded(),
+        "both": Bounded(sides="both"),
+        "halo": Halo(),
+    }

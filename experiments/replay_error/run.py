@@ -1,0 +1,81 @@
+"""What bounded replay changes in the tokens behind a prompt, and what it saves, on the small trained model.
+
+    python -m experiments.replay_error.run --out experiments/replay_error/results
+
+A part that is in the folder is not measured again; --again does it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from deepinfer.engine.engine import Engine
+from deepinfer.measure.provenance import collect, of_engine
+
+from experiments.replay_error.config import FULL, QUICK, TINY, Sizes
+from experiments.replay_error.files import Part, read
+from experiments.replay_error.parts import PARTS
+from experiments.serving.bench import processor
+
+
+def facts(eng: Engine, sizes: Sizes) -> dict[str, object]:
+    return collect(
+        **of_engine(eng), processor=processor(), cores=os.cpu_count(), sizes=sizes.facts()
+    )
+
+
+def done(path: Path, about: dict[str, object]) -> bool:
+    """Whether a file has this part with the same weights and sizes."""
+    if not path.exists():
+        return False
+    old = read(path).facts
+    return all(old[k] == about[k] for k in ("weights", "config", "dtype", "sizes"))
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.replay_error.run", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("--out", type=Path, required=True, help="folder of the results, a file a part")
+    p.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), metavar="PART",
+                   help=f"parts to run: {', '.join(PARTS)}")  # fmt: skip
+    p.add_argument("--quick", action="store_true", help="in small, to try the command")
+    p.add_argument("--again", action="store_true", help="also parts that are there")
+    p.add_argument("--model", choices=("nano", "tiny"), default="nano",
+                   help="tiny: random weights, for tests")  # fmt: skip
+    p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
+    return p.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    o = options(arguments)
+    torch.set_num_threads(o.threads)
+    eng = {"nano": Engine.nano, "tiny": Engine.tiny}[o.model]()
+    sizes = TINY if o.model == "tiny" else QUICK if o.quick else FULL
+    about = facts(eng, sizes)
+    for name in o.only:
+        path = o.out / f"{name}.json"
+        if not o.again and done(path, about):
+            print(f"{name}: there already", flush=True)
+            continue
+        start, cpu = time.perf_counter(), time.process_time()
+
+        def say(words: str) -> None:
+            print(f"  {time.perf_counter() - start:6.0f} s  {words}", flush=True)
+
+        print(f"{name}: {(PARTS[name].__doc__ or '').strip()}", flush=True)
+        tables = PARTS[name](eng, sizes, say)
+        Part(name, about, tables, time.process_time() - cpu).write(o.out)
+        print(f"  {time.perf_counter() - start:6.0f} s  written: {path.name}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
