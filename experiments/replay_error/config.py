@@ -22,7 +22,7 @@ class Sizes:
     law_passages: int = 2
     prose_passages: int = 46
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    length_passages: int = 24
+    length_passages: int = 16
     first_prompt: int = 256
     turns: int = 8
     turn_tokens: int = 128
