@@ -20,20 +20,20 @@ class Sizes:
     hit: int = 384
     apart: int = 8
     law_passages: int = 2
-    prose_passages: int = 46
+    prose_passages: int = 32
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    length_passages: int = 16
+    length_passages: int = 12
     first_prompt: int = 256
-    turns: int = 8
+    turns: int = 6
     turn_tokens: int = 128
-    turn_passages: int = 24
-    free_passages: int = 24
+    turn_passages: int = 16
+    free_passages: int = 16
     free_tokens: int = 48
     cost_lengths: tuple[int, ...] = (512, 2048, 8192)
     cost_repeats: int = 3
     short_keeps: tuple[int, ...] = (1, 16, 64)  # in 64ths of a window
-    steps: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the way to the exact length
-    later_steps: tuple[float, ...] = (0.2, 0.6, 1.0)  # the same, at later cut layers
+    steps: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 1.0)  # of the way to the exact length
+    later_steps: tuple[float, ...] = (0.2, 0.5)  # the same, at later cut layers
     batch: int = 8  # passages measured between two lines of progress
 
     def facts(self) -> dict[str, object]:

@@ -1,0 +1,235 @@
+"""The tables of README.md, made from the stored results: a number there is a number of a run.
+
+    python -m experiments.replay_error.findings            # writes them into README.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.replay_error.files import Part, read_all
+from experiments.replay_error.figures import deepest, layers_of, rows
+
+HERE = Path(__file__).resolve().parent
+Parts = Mapping[str, Part]
+Row = Mapping[str, Any]
+NOISE = 1e-9  # what is below is rounding and differs between machines
+
+
+def number(x: float | None, digits: int = 2) -> str:
+    if x is None:
+        return ""
+    if 0 <= abs(x) < NOISE:
+        return "< 1e-9"
+    return f"{x:.{digits}g}" if abs(x) < 0.001 or abs(x) >= 1000 else f"{x:.{digits + 1}g}"
+
+
+def interval(row: Row, column: str, scale: float = 1.0) -> str:
+    """The value with its 95 % interval."""
+    value, low, high = (row.get(f"{column}{end}") for end in ("", "_low", "_high"))
+    if value is None:
+        return ""
+    if max(abs(x) for x in (value, low or 0, high or 0)) < NOISE:
+        return "< 1e-9"
+    if low is None:
+        return number(scale * value)
+    return f"{number(scale * value)} [{number(scale * low)}, {number(scale * high)}]"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(x) + " |" for x in cells)
+
+
+ERRORS = ("KL mean [95 %]", "median", "p99", "maximum", "top-1 agreement", "perplexity, %")
+
+
+def errors(row: Row) -> list[str]:
+    percent = {f"p{e}": 100 * (row[f"perplexity_ratio{e}"] - 1) for e in ("", "_low", "_high")}
+    return [
+        interval(row, "kl"), number(row["kl_median"]), number(row["kl_p99"]), number(row["kl_max"]),
+        f"{row['agreement']:.4f}", interval(percent, "p"),
+    ]  # fmt: skip
+
+
+def share(x: float | None) -> str:
+    return "" if x is None else f"{100 * x:.0f} %"
+
+
+def keep(parts: Parts) -> str:
+    """At the first decoder layer, other cuts, and floors."""
+    n = layers_of(deepest(parts, "keep")[0])
+    some = [r for r in rows(parts, "keep") if layers_of(r) in (0, n)]
+    lines = [
+        [f"`{r['policy']}`", *errors(r), share(r["rows_share"])]
+        for r in sorted(some, key=lambda r: (r["keep"], str(r["policy"])))
+    ]
+    lines += [[f"floor: {r['policy']}", *errors(r), ""] for r in rows(parts, "floors")]
+    return table(["policy", *ERRORS, "rows x layers"], lines)
+
+
+def depth(parts: Parts) -> str:
+    lines = [
+        [str(layers_of(r)), str(r["keep"]), f"{r['windows']:.2f}", "" if r["depth"] is None else f"{r['depth']:.2f}"]
+        + [interval(r, "kl"), number(r["kl_p99"]), number(r["kl_max"])]
+        for r in rows(parts, "keep") if layers_of(r)
+    ]  # fmt: skip
+    head = ["n", "keep", "keep / W", "(keep - W) / ((n - 1)(W - 1))", "KL mean [95 %]", "p99", "maximum"]
+    return table(head, lines)
+
+
+def lengths(parts: Parts) -> str:
+    found = rows(parts, "length")
+    prompts = sorted({r["prompt"] for r in found})
+    names = list(dict.fromkeys(r["policy"] for r in found))
+
+    def cell(name: str, prompt: int, where: str) -> str:
+        (row,) = [r for r in rows(parts, "length", where) if (r["policy"], r["prompt"]) == (name, prompt)]
+        whole = row.get("keep") == prompt
+        return "not cut" if whole else interval(row, "kl")
+
+    lines = [[f"`{n}`", *(cell(n, p, "summary") for p in prompts)] for n in names]
+    lines.append(["floor: fidelity 0", *(cell("fidelity 0", p, "floors summary") for p in prompts)])
+    return table(["KL mean [95 %] behind a prompt of", *map(str, prompts)], lines)
+
+
+def turns(parts: Parts) -> str:
+    found, pairs = rows(parts, "turns"), rows(parts, "turns", "pairs")
+    ways = list(dict.fromkeys(r["way"] for r in found))
+    lines = []
+    for k in sorted({r["turn"] for r in found}):
+        by = {r["way"]: r for r in found if r["turn"] == k}
+        (pair,) = [p for p in pairs if p["first"] == f"fresh turn {k}"]
+        lines.append(
+            [str(k), str(by[ways[0]]["prompt"]), *(interval(by[w], "kl") for w in ways)]
+            + [number(by["chained"]["kl_p99"]), interval(pair, "difference")]
+        )
+    names = [f"{w}" for w in ways]
+    return table(["turn", "prompt", *names, "chained, p99", "chained less fresh"], lines)
+
+
+def sides(parts: Parts) -> str:
+    lines = [
+        [f"`{r['policy']}`", *errors(r), share(r["rows_share"])] for r in rows(parts, "sides")
+    ]
+    return table(["policy", *ERRORS, "rows x layers"], lines)
+
+
+def differences(parts: Parts) -> str:
+    lines = [
+        [f"`{r['first']}`", f"`{r['second']}`", interval(r, "difference"), interval(r, "ratio")]
+        for part in ("keep", "sides") for r in rows(parts, part, "pairs")
+    ]  # fmt: skip
+    return table(["first", "second", "KL, second less first", "second / first"], lines)
+
+
+def prose(parts: Parts) -> str:
+    lines = [[f"`{r['policy']}`", *errors(r)] for r in rows(parts, "prose")]
+    lines += [[f"floor: {r['policy']}", *errors(r)] for r in rows(parts, "prose", "floors summary")]
+    return table(["policy", *ERRORS], lines)
+
+
+def drafts(parts: Parts) -> str:
+    n = layers_of(deepest(parts, "keep")[0])
+    lines = [
+        [part, f"`{r['policy']}`", interval(r, "length_change")]
+        for part in ("keep", "sides", "prose") for r in rows(parts, part) if layers_of(r) in (0, n)
+    ]  # fmt: skip
+    return table(["part", "policy", "expected tokens of a step, less exact's"], lines)
+
+
+def divergence(parts: Parts) -> str:
+    found, lines = rows(parts, "free", "divergence"), []
+    for name in dict.fromkeys(r["policy"] for r in found):
+        for way in dict.fromkeys(r["way"] for r in found):
+            some = [r for r in found if (r["policy"], r["way"]) == (name, way)]
+            at = sorted(some[0]["tokens"] if r["diverged"] is None else r["diverged"] for r in some)
+            same = sum(r["diverged"] is None for r in some)
+            middle = at[(len(at) - 1) // 2]
+            said = f"{middle}" if middle < some[0]["tokens"] else f"none in {middle}"
+            lines.append([f"`{name}`", str(way), f"{same} of {len(some)}", said, str(at[0])])
+    return table(["policy", "way", "texts without a difference", "median position", "earliest"], lines)
+
+
+def seconds(parts: Parts) -> str:
+    lines = [
+        [
+            f"{r['length']:,}", f"`{r['policy']}`", f"{1e3 * r['seconds'] / r['length']:.2f}", f"{r['speedup']:.2f}",
+            f"{r['predicted_flops']:.2f}", f"{r['predicted_rows']:.2f}", str(r["repeats"]),
+        ]
+        for r in rows(parts, "cost", "seconds")
+    ]  # fmt: skip
+    head = ["prompt", "policy", "CPU ms a token", "speedup", "by FLOPs", "by rows x layers", "runs"]
+    return table(head, lines)
+
+
+def where(parts: Parts) -> str:
+    """CPU microseconds and kFLOP a prompt token by op, both sides together."""
+    found, lines = rows(parts, "cost", "parts"), []
+    for op in dict.fromkeys(r["op"] for r in found):
+        for n in sorted({r["length"] for r in found}):
+            cells = []
+            for policy in ("exact", "compact"):
+                some = [r for r in found if (r["op"], r["length"], r["policy"]) == (op, n, policy)]
+                cells.append([sum(r[c] for r in some) for c in ("seconds", "flops")])
+            (t0, f0), (t1, f1) = cells
+            saved = [f"{t0 / t1:.2f}" if t1 else "", f"{f0 / f1:.2f}" if f1 else ""]
+            lines.append(
+                [str(op), f"{n:,}", f"{1e6 * t0 / n:.0f}", f"{1e6 * t1 / n:.0f}", saved[0]]
+                + [f"{1e-3 * f0 / n:,.0f}", f"{1e-3 * f1 / n:,.0f}", saved[1]]
+            )
+    head = ["op", "prompt", "exact, CPU us a token", "compact", "ratio", "exact, kFLOP a token", "compact", "ratio"]
+    return table(head, lines)
+
+
+def law(parts: Parts) -> str:
+    lines = [
+        [f"`{r['policy']}`", "" if r["depth"] is None else f"{r['depth']:.3f}", f"{r['kl_max']:.1e}"]
+        for r in rows(parts, "law")
+    ]
+    return table(["policy", "(keep - W) / ((n - 1)(W - 1))", "KL, maximum of tokens, float64"], lines)
+
+
+def facts(parts: Parts) -> str:
+    f = parts["keep"].facts
+    took = sum(p.took for p in parts.values())
+    s, said = f["sizes"], parts["keep"].tables["summary"].title
+    return (
+        f"Weights `{f['weights']}`, {f['dtype']}, fidelity {f['settings']['fidelity']}, torch {f['torch']}, "
+        f"{f['threads']} thread, {f['processor']}; the whole run took {took / 60:.0f} CPU minutes. Part `keep`: "
+        f"{said.split(' on ')[1]}. Others: {s['prose_passages']} passages of English, {s['length_passages']} by "
+        f"length, {s['turn_passages']} conversations, {s['free_passages']} free texts."
+    )
+
+
+BLOCKS: dict[str, Callable[[Parts], str]] = {
+    "facts": facts, "keep": keep, "differences": differences, "depth": depth, "law": law, "lengths": lengths,
+    "turns": turns, "sides": sides, "prose": prose, "drafts": drafts, "divergence": divergence,
+    "seconds": seconds, "where": where,
+}  # fmt: skip
+
+
+def filled(text: str, parts: Parts) -> str:
+    """A README with every block made anew. ValueError for a name that is none."""
+
+    def one(match: re.Match) -> str:
+        name = match[1]
+        if name not in BLOCKS:
+            raise ValueError(f"README: no block {name!r}: {', '.join(BLOCKS)}")
+        return f"<!-- begin {name} -->\n{BLOCKS[name](parts)}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", one, text, flags=re.S)
+
+
+def main() -> int:
+    readme, parts = HERE / "README.md", read_all(HERE / "results")
+    readme.write_text(filled(readme.read_text("utf-8"), parts), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
