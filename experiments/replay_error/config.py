@@ -18,38 +18,56 @@ class Sizes:
     prompt: int = 512
     continuation: int = 64
     hit: int = 384
+    side_passages: int = 32
     apart: int = 8
     law_passages: int = 2
-    prose_passages: int = 32
+    prose_passages: int = 23
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    length_passages: int = 12
+    length_passages: int = 8
     first_prompt: int = 256
     turns: int = 6
     turn_tokens: int = 128
-    turn_passages: int = 16
-    free_passages: int = 16
+    turn_passages: int = 12
+    free_passages: int = 10
     free_tokens: int = 48
     cost_lengths: tuple[int, ...] = (512, 2048, 8192)
-    cost_repeats: int = 3
+    cost_repeats: int = 2
     short_keeps: tuple[int, ...] = (1, 16, 64)  # in 64ths of a window
     steps: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 1.0)  # of the way to the exact length
     later_steps: tuple[float, ...] = (0.2, 0.5)  # the same, at later cut layers
     batch: int = 8  # passages measured between two lines of progress
 
-    def facts(self) -> dict[str, object]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+    def of(self, part: str) -> dict[str, object]:
+        """The sizes that a part depends on, as JSON has them."""
+        return {
+            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k in USED[part]
+        }
+
+
+_TEXTS = ("passages", "prompt", "continuation")
+USED = {
+    "keep": (*_TEXTS, "apart", "short_keeps", "steps", "later_steps"),
+    "floors": (*_TEXTS, "side_passages"),
+    "sides": ("side_passages", "prompt", "continuation", "hit", "apart"),
+    "turns": ("first_prompt", "turns", "turn_tokens", "turn_passages", "continuation"),
+    "cost": ("cost_lengths", "cost_repeats"),
+    "law": ("law_passages", "prompt", "continuation"),
+    "prose": ("prose_passages", "prompt", "continuation", "apart"),
+    "length": ("lengths", "length_passages", "continuation"),
+    "free": ("free_passages", "free_tokens", "prompt", "continuation"),
+}
 
 
 FULL = Sizes()
 QUICK = Sizes(
-    passages=9, prompt=448, continuation=16, hit=320, law_passages=1, prose_passages=8,
+    passages=9, prompt=448, continuation=16, hit=320, side_passages=9, law_passages=1, prose_passages=8,
     lengths=(256, 512), length_passages=8, turns=2, turn_passages=8, free_passages=2, free_tokens=8,
     cost_lengths=(512,), cost_repeats=1, short_keeps=(1, 64), steps=(0.2, 1.0),
     later_steps=(0.2, 1.0),
 )  # fmt: skip
-# For the tests: a prompt longer than the exact length of the tiny model (window 8).
+# For the tests: a prompt longer than the exact length of the tiny model.
 TINY = Sizes(
-    passages=9, prompt=64, continuation=12, hit=32, law_passages=1, prose_passages=8, lengths=(48, 64),
+    passages=9, prompt=96, continuation=12, hit=64, side_passages=9, law_passages=1, prose_passages=8, lengths=(64, 96),
     length_passages=8, first_prompt=40, turns=2, turn_tokens=24, turn_passages=8, free_passages=2,
     free_tokens=4, cost_lengths=(64,), cost_repeats=1, short_keeps=(8,), steps=(1.0,),
     later_steps=(1.0,), batch=5,

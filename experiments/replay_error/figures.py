@@ -170,7 +170,7 @@ def turns(parts: Parts) -> list[Axes]:
 def sides(parts: Parts) -> list[Axes]:
     """Behind a hit without its state KV."""
     axes = panels(2, 11, 3.2)
-    found, floors = rows(parts, "sides"), rows(parts, "floors")
+    found, floors = rows(parts, "sides"), rows(parts, "floors", "summary sides")
     for ax, column in zip(axes, ("kl", "kl_p99")):
         for y, row in enumerate(found):
             low, high = (max(row[f"{column}_{end}"], FLOOR) for end in ("low", "high"))

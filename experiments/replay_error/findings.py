@@ -116,6 +116,7 @@ def sides(parts: Parts) -> str:
     lines = [
         [f"`{r['policy']}`", *errors(r), share(r["rows_share"])] for r in rows(parts, "sides")
     ]
+    lines += [[f"floor: {r['policy']}", *errors(r), ""] for r in rows(parts, "floors", "summary sides")]
     return table(["policy", *ERRORS, "rows x layers"], lines)
 
 
@@ -197,12 +198,14 @@ def law(parts: Parts) -> str:
 def facts(parts: Parts) -> str:
     f = parts["keep"].facts
     took = sum(p.took for p in parts.values())
-    s, said = f["sizes"], parts["keep"].tables["summary"].title
+    size = {k: v for p in parts.values() for k, v in p.facts["sizes"].items()}
+    said = parts["keep"].tables["summary"].title.split(" on ")[1]
     return (
         f"Weights `{f['weights']}`, {f['dtype']}, fidelity {f['settings']['fidelity']}, torch {f['torch']}, "
-        f"{f['threads']} thread, {f['processor']}; the whole run took {took / 60:.0f} CPU minutes. Part `keep`: "
-        f"{said.split(' on ')[1]}. Others: {s['prose_passages']} passages of English, {s['length_passages']} by "
-        f"length, {s['turn_passages']} conversations, {s['free_passages']} free texts."
+        f"{f['threads']} thread, {f['processor']}; the whole run took {took / 60:.0f} CPU minutes. Parts `keep` "
+        f"and `floors`: {said}. Others: {size['side_passages']} of these passages behind a hit, "
+        f"{size['prose_passages']} of English, {size['length_passages']} by length, "
+        f"{size['turn_passages']} conversations, {size['free_passages']} free texts."
     )
 
 

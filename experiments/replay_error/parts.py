@@ -19,7 +19,7 @@ from experiments.replay_error.config import Sizes, few_policies, keep_policies, 
 from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.floors import engines, floors
 from experiments.replay_error.passages import Passages, last, passages
-from experiments.replay_error.tables import pairs, stored
+from experiments.replay_error.tables import first, pairs, stored
 from experiments.replay_error.turns import Turns, turn_error
 
 Say = Callable[[str], None]
@@ -72,9 +72,10 @@ def keep(eng: Engine, sizes: Sizes, say: Say) -> Tables:
 
 
 def keep_floors(eng: Engine, sizes: Sizes, say: Say) -> Tables:
-    """The floors of the parts keep and sides, which have the same tokens."""
+    """The floors of the part keep, and of the part sides, which has the first of its passages."""
     texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.passages)
-    return stored(floored(eng, texts, sizes.prompt, sizes, say, ALL_FLOORS, "floors"))
+    r = floored(eng, texts, sizes.prompt, sizes, say, ALL_FLOORS, "floors")
+    return {**stored(r), "summary sides": first(r, sizes.side_passages).summary()}
 
 
 def prose(eng: Engine, sizes: Sizes, say: Say) -> Tables:
@@ -102,7 +103,7 @@ def length(eng: Engine, sizes: Sizes, say: Say) -> Tables:
 
 def sides(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     """Encoder side, decoder side and both, behind a hit of exact pages without state KV."""
-    texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.passages)
+    texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.side_passages)
     policies = side_policies(eng.runtime.limits.page_size)
     r = measured(eng, texts, policies, sizes.prompt, sizes, say, "sides", hit=sizes.hit)
     compared = [("decoder", "both"), ("encoder", "both"), ("encoder", "page given up"), ("encoder", "no replay")]

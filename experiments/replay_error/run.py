@@ -18,16 +18,14 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.provenance import collect, of_engine
 
-from experiments.replay_error.config import FULL, QUICK, TINY, Sizes
+from experiments.replay_error.config import FULL, QUICK, TINY
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.parts import PARTS
 from experiments.serving.bench import processor
 
 
-def facts(eng: Engine, sizes: Sizes) -> dict[str, object]:
-    return collect(
-        **of_engine(eng), processor=processor(), cores=os.cpu_count(), sizes=sizes.facts()
-    )
+def facts(eng: Engine, sizes: dict[str, object]) -> dict[str, object]:
+    return collect(**of_engine(eng), processor=processor(), cores=os.cpu_count(), sizes=sizes)
 
 
 def done(path: Path, about: dict[str, object]) -> bool:
@@ -59,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(o.threads)
     eng = {"nano": Engine.nano, "tiny": Engine.tiny}[o.model]()
     sizes = TINY if o.model == "tiny" else QUICK if o.quick else FULL
-    about = facts(eng, sizes)
     for name in o.only:
+        about = facts(eng, sizes.of(name))
         path = o.out / f"{name}.json"
         if not o.again and done(path, about):
             print(f"{name}: there already", flush=True)

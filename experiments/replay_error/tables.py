@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from deepinfer.measure.bootstrap import over_groups
 from deepinfer.measure.replay.report import ReplayReport
@@ -49,5 +49,8 @@ def pairs(r: ReplayReport, which: Iterable[tuple[str, str]]) -> Table:
     return Table(lines, title=title)
 
 
-def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
-    return ReplayReport.joined(list(reports))
+def first(r: ReplayReport, texts: int) -> ReplayReport:
+    """The report of the first texts of one without window keys and plans."""
+    passages, tokens = ([x for x in t if x["text"] < texts] for t in (r.passages, r.tokens))
+    counts = dict(texts=texts, groups=len({x["group"] for x in passages}))
+    return ReplayReport.of(passages, tokens, [], [], r.facts | counts)

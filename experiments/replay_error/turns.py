@@ -58,19 +58,25 @@ class Turns:
 
 
 def chained(rt: Runtime, ids: list[int], turns: Turns, policy) -> Iterator[torch.Tensor]:
-    """[reply, v] logits of each turn, whose pages stay for the next one."""
-    table: list[int] = []
+    """[reply, v] logits of each turn. Pages that it has filled stay for the next ones; as in the engine, one
+    that is known is not replaced by a later turn's."""
+    known: list[int] = []
+    own: list[int] = []
+    size = rt.limits.page_size
     try:
         for turn, prompt in enumerate(turns.prompts):
             stop = turns.stored(turn)
             plan = plan_of(policy, Prompt(prompt, turns.hit(turn, rt)), rt)
-            whole = plan.write_from // rt.limits.page_size
-            given, table = table[whole:], table[:whole]
-            rt.pages.give(given)
-            table = [*table, *rt.pages.take(-(-stop // rt.limits.page_size) - whole)]
+            whole = plan.write_from // size
+            own = rt.pages.take(-(-stop // size) - whole)
+            table = [*known[:whole], *own]
             yield over_pages(rt, ids[:stop], prompt, plan, table).logits
+            filled = table[len(known) : stop // size]
+            known += filled
+            rt.pages.give([p for p in own if p not in filled])
+            own = []
     finally:
-        rt.pages.give(table)
+        rt.pages.give([*known, *own])
 
 
 def fresh(rt: Runtime, ids: list[int], turns: Turns, policy) -> Iterator[torch.Tensor]:
@@ -93,7 +99,7 @@ def turn_engine(eng: Engine, turns: Turns) -> Engine:
     pages = -(-turns.tokens // page)
     return eng.with_(
         replay="exact", max_model_len=turns.tokens, max_num_seqs=1, prefix_cache=False,
-        num_snapshots=None, num_pages=2 * pages + 2,
+        num_snapshots=None, num_pages=3 * pages + 2,
     )  # fmt: skip
 
 

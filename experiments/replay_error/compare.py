@@ -1,0 +1,64 @@
+"""Two runs beside each other: python -m experiments.replay_error.compare FOLDER FOLDER
+
+Says of every part that both have whether its numbers are the same to the digit, and if not how far apart they
+are and whether the second's means lie within the first's intervals. Seconds are not compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepinfer.measure.table import Table
+
+from experiments.replay_error.files import read_all
+
+TIMES = ("seconds", "fastest", "speedup")  # columns that no two runs share
+
+
+def differences(a: Table, b: Table) -> list[tuple[float, str]]:
+    """(how far apart, where) of every cell that differs; infinity where it is no number."""
+    if a.columns != b.columns or len(a) != len(b):
+        return [(float("inf"), "other rows or columns")]
+    out = []
+    for i, (x, y) in enumerate(zip(a, b)):
+        for k in a.columns:
+            if x[k] != y[k] and k not in TIMES:
+                numbers = all(isinstance(v, (int, float)) for v in (x[k], y[k]))
+                far = abs(x[k] - y[k]) if numbers else float("inf")
+                out.append((far, f"row {i}, {k}: {x[k]!r} and {y[k]!r}"))
+    return out
+
+
+def outside(a: Table, b: Table) -> int:
+    """Means of kl of b that lie outside a's intervals, by more than float32's noise."""
+    if "kl_low" not in a.columns:
+        return 0
+    return sum(
+        x["kl_low"] is not None and not x["kl_low"] - 1e-6 <= y["kl"] <= x["kl_high"] + 1e-6
+        for x, y in zip(a, b)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where all is the same to the digit."""
+    first, second = (read_all(Path(f)) for f in (arguments or sys.argv[1:]))
+    found = 0
+    for name in [n for n in first if n in second]:
+        mine, its = first[name].tables, second[name].tables
+        apart = [d for t in mine for d in differences(mine[t], its[t])]
+        cells = sum(len(t) * len(t.columns) for t in mine.values())
+        if not apart:
+            print(f"{name}: {cells} cells, the same to the digit")
+            continue
+        found += 1
+        far, where = max(apart)
+        out = sum(outside(mine[t], its[t]) for t in mine)
+        print(f"{name}: {len(apart)} of {cells} cells differ, most by {far:.3g} ({where})")
+        print(f"  {out} means of KL outside the first run's intervals")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

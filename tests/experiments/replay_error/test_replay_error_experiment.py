@@ -1,0 +1,241 @@
+"""The experiment on replay: what its parts measure is what they say, its files read back, and the numbers of
+its README are those of its results."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from deepinfer.engine.engine import Engine
+from deepinfer.measure.replay.error import replay_error
+from deepinfer.measure.replay.passes import Passage
+from deepinfer.measure.table import Table
+from deepinfer.slots import attention
+from deepinfer.slots.protocols import Prompt
+from deepinfer.slots.replay import Bounded, Exact, Halo
+from experiments.replay_error import compare, findings, run
+from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
+from experiments.replay_error.config import FULL, TINY, depths, keep_policies
+from experiments.replay_error.cost import where_it_goes
+from experiments.replay_error.files import Part, read, read_all
+from experiments.replay_error.floors import floors
+from experiments.replay_error.passages import last, passages
+from experiments.replay_error.turns import Turns, chained, fresh, turn_engine
+
+HERE = Path(findings.HERE)
+
+
+@pytest.fixture(scope="module")
+def eng():
+    with Engine.tiny(dtype="float64") as own:
+        yield own
+
+
+# ---------------------------------------------------------------------------------------- policies
+
+
+def test_baselines_begin_where_they_say(eng):
+    c = eng.config
+    asked = Prompt(64, 32)
+    none, given = (p.plan(asked, c).validate(asked, c.num_layers) for p in (NoReplay(), PageGivenUp(16)))
+    assert (none.start, none.write_from, set(none.floor)) == (32, 32, {32})
+    assert (given.start, given.write_from, set(given.floor)) == (16, 16, {16})
+    assert not none.exact and NoReplay().plan(Prompt(64), c).exact
+
+
+def test_no_window_leaves_the_last_row(eng):
+    """And an engine takes it, which refuses a Bounded of the same keep."""
+    plan = Short(keep=1).plan(Prompt(64), eng.config)
+    assert plan.floor[-1] == plan.rows_from[-1] == 63
+    eng.with_(replay=Short(keep=1)).close()
+    with pytest.raises(ValueError, match="needs keep"):
+        eng.with_(replay=Bounded(keep=1))
+
+
+def test_policies_by_depth_reach_the_exact_length_and_none_is_refused(eng):
+    c = eng.config
+    found = depths(c, (0.2, 1.0), (0.5, 1.0))
+    n = c.num_layers - c.first_decoder_layer
+    assert {int(name[1:].split()[0]) for name in found} == set(range(1, n + 1))
+    for name, policy in found.items():
+        policy.start(type("Info", (), dict(config=c))())
+        assert f" keep {policy.keep}" in name
+    assert found[f"n{n} keep {Bounded().exact_keep(c)}"].layer == c.first_decoder_layer
+    assert f"n{n} keep {Bounded().rows_kept(c)}" in found
+
+
+# -------------------------------------------------------------------------------------------- texts
+
+
+def test_passages_do_not_overlap_and_take_each_module_first(eng):
+    found = passages(eng, "heldout", 60, 40)
+    assert {len(x) for x in found.ids} == {60} and {x[0] for x in found.ids} == {eng.config.bos_token_id}
+    assert len({tuple(x) for x in found.ids}) == 40 and len(set(found.modules)) == 28
+    assert len(set(found.modules[:28])) == 28
+    short = last(found, 20, eng)
+    assert all(a[1:] == b[-19:] for a, b in zip(short.ids, found.ids))
+    with pytest.raises(ValueError, match="there are"):
+        passages(eng, "prose", 3000, 99)
+
+
+def test_floors_are_laws_of_the_engines_themselves(eng):
+    """Zero between an engine and itself in other chunks, in float64; the halved index is another law."""
+    texts = passages(eng, "heldout", 76, 2)
+    r = floors(eng, texts, 64, 12, ("chunks", "top-k halved"))
+    assert r.estimate("chunks", "kl", "max").value < 1e-12 < r.estimate("top-k halved", "kl").value
+    half = eng.with_(attention=attention.CSA2(topk=eng.config.index_topk // 2))
+    p, q = (e.logits(texts.ids[0][:-1], 64)[63:].double().log_softmax(-1) for e in (eng, half))
+    want = (p.exp() * (p - q)).sum(-1).mean()
+    assert r.passages[1]["kl"] == pytest.approx(float(want), rel=1e-9)
+
+
+# -------------------------------------------------------------------------------------------- turns
+
+TURNS = Turns.of(first=40, turns=3, step=24, reply=12)
+
+
+def exact_turns(rt, ids):
+    whole = Passage(rt, ids[: TURNS.tokens - 1], TURNS.prompts[0], set()).exact.logits
+    return [whole[p - TURNS.prompts[0] :][: TURNS.reply] for p in TURNS.prompts]
+
+
+@pytest.fixture(scope="module")
+def ids(eng):
+    return passages(eng, "heldout", TURNS.tokens, 1).ids[0]
+
+
+@torch.no_grad()
+def test_turns_of_exact_policies_are_exact(eng, ids):
+    """Halo behind pages of its own turns, and pages go back."""
+    with turn_engine(eng, TURNS) as own:
+        rt, free = own.runtime, own.runtime.pages.free
+        assert [TURNS.hit(k, rt) for k in range(3)] == [0, 32, 64]
+        for policy in (Exact(), Halo()):
+            for want, got in zip(exact_turns(rt, ids), chained(rt, ids, TURNS, policy), strict=True):
+                assert torch.allclose(want, got, atol=1e-9)
+        assert rt.pages.free == free
+
+
+@torch.no_grad()
+def test_chained_turns_read_what_the_turns_before_left(eng, ids):
+    """The first two turns have exact pages in both; the third one reads pages that the second has replayed."""
+    policy = Bounded(sides="both")
+    with turn_engine(eng, TURNS) as own:
+        some = [list(f(own.runtime, ids, TURNS, policy)) for f in (chained, fresh)]
+        exact = exact_turns(own.runtime, ids)
+    apart = [float((a - b).abs().max()) for a, b in zip(*some)]
+    assert max(apart[:2]) < 1e-9 < apart[2]
+    assert all(float((a - b).abs().max()) > 1e-6 for a, b in zip(some[0], exact))
+
+
+@torch.no_grad()
+def test_chained_turns_are_those_of_an_engine(eng, ids):
+    """An engine without snapshots talks for three turns. Fed its own replies, the chain has its laws."""
+    policy, said, logprobs = Bounded(sides="both"), list(ids[: TURNS.prompts[0]]), []
+    with eng.with_(replay=policy, prefix_cache=True, num_snapshots=0) as serving:
+        for k, prompt in enumerate(TURNS.prompts):
+            said += ids[len(said) : prompt]
+            how = dict(temperature=0.0, max_tokens=TURNS.reply, ignore_eos=True, progress=False)
+            (reply,) = serving.generate([said], **how)
+            assert serving.runtime.reuse.report().hits == k
+            said += reply.token_ids
+            logprobs.append(reply.logprobs)
+    with turn_engine(eng, TURNS) as own:
+        for k, law in enumerate(chained(own.runtime, said, TURNS, policy)):
+            at = TURNS.prompts[k]
+            want = law.log_softmax(-1)[range(TURNS.reply), said[at : at + TURNS.reply]]
+            assert logprobs[k] == pytest.approx(want.tolist(), abs=1e-9), k
+
+
+# --------------------------------------------------------------------------------------------- cost
+
+
+def test_seconds_by_op_are_of_every_op(eng):
+    text = passages(eng, "heldout", 65, 1).ids[0]
+    t = where_it_goes(eng, text, {"compact": Bounded()}, [64], 1)
+    both = {(r["side"], r["op"]) for r in t if r["seconds"] > 0}
+    assert {op for _, op in both} >= {"attention", "experts", "projections and streams", "other"}
+    flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
+    r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
+    assert flops == {row["policy"]: row["flops"] for row in r.plans}
+
+
+# ------------------------------------------------------------------------------------------ command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("results")
+    assert run.main(["--model", "tiny", "--out", str(out), "--only", "law", "free"]) == 0
+    return out
+
+
+def test_parts_read_back_and_are_not_measured_again(folder, capsys):
+    parts = read_all(folder)
+    assert list(parts) == ["free", "law"]
+    facts = parts["law"].facts
+    assert {"commit", "threads", "processor", "weights", "dtype", "torch", "sizes"} <= set(facts)
+    before = (folder / "law.json").read_bytes()
+    parts["law"].write(folder)
+    assert (folder / "law.json").read_bytes() == before
+    assert run.main(["--model", "tiny", "--out", str(folder), "--only", "law"]) == 0
+    assert "there already" in capsys.readouterr().out
+
+
+def test_a_second_run_is_equal_to_the_digit(folder, tmp_path, capsys):
+    assert run.main(["--model", "tiny", "--out", str(tmp_path), "--only", "law"]) == 0
+    assert compare.main([str(folder), str(tmp_path)]) == 0
+    assert "to the digit" in capsys.readouterr().out
+    part = read(tmp_path / "law.json")
+    rows = part.tables["summary"].rows
+    rows[0]["kl"] += 1e-12
+    Part("law", part.facts, part.tables | {"summary": Table(rows)}).write(tmp_path)
+    assert compare.main([str(folder), str(tmp_path)]) == 1
+
+
+def test_files_of_others_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="no part"):
+        read_all(tmp_path)
+    with pytest.raises(ValueError, match="no results"):
+        read_all(tmp_path / "none")
+
+
+# ------------------------------------------------------------------------------------ what is stored
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return read_all(HERE / "results")
+
+
+def test_readme_says_what_the_results_say(stored):
+    text = (HERE / "README.md").read_text("utf-8")
+    assert text.count("<!-- begin ") >= 10
+    assert findings.filled(text, stored) == text
+    wrong = text.replace("0.00", "0.01", 1)
+    assert findings.filled(wrong, stored) != wrong
+
+
+def test_results_are_of_one_full_run(stored):
+    assert set(stored) == set(run.PARTS)
+    for part in stored.values():
+        assert part.facts["sizes"] == json.loads(json.dumps(FULL.of(part.name))), part.name
+        assert part.facts["weights"] == stored["keep"].facts["weights"]
+        assert (HERE / "results" / f"{part.name}.json").stat().st_size < 1_000_000
+    texts = stored["keep"].tables["passages"]
+    assert len(set(texts["text"])) >= 64 and len(set(texts["group"])) >= 24
+
+
+def test_tables_of_the_keep_part_agree(stored):
+    """The mean of a summary is that of its passages, which all have as many tokens; its interval holds it."""
+    keep = stored["keep"].tables
+    for row in keep["summary"]:
+        found = [r["kl"] for r in keep["passages"] if r["policy"] == row["policy"]]
+        assert sum(found) / len(found) == pytest.approx(row["kl"], rel=1e-9, abs=1e-15)
+        assert row["kl_low"] <= row["kl"] <= row["kl_high"] and row["kl_median"] <= row["kl_max"]
+
+
+def test_sizes_cover_the_policies(eng):
+    assert TINY.prompt > Bounded().exact_keep(eng.config)
+    assert "halo" in keep_policies(eng.config, TINY)
