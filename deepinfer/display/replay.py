@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.display import html, plots
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DASHES = ((0, (8, 3)), (0, (4, 2)), (0, (1, 2)), (0, (8, 2, 1, 2)), (0, (4, 2, 1, 2, 1, 2)))
 ZERO = 1e-15  # what is below is a sum's rounding in float64
 NOISE = 1e-9  # what is below differs between machines and means nothing: shown as such
+NOWRAP = "white-space:nowrap"
 COLUMNS = (
     "policy", "keep", "KL nats", "KL p99", "KL max", "top-1 agreement", "perplexity, %",
     "rows x layers", "FLOPs",
@@ -84,9 +85,8 @@ def _html_cells(row: dict[str, Any]) -> list[object]:
     cells[0] = html.code(row["policy"])
     for i in (2, 5, 6):
         value, _, interval = cells[i].partition(" ")
-        lines = (value, html.muted(interval))
-        cells[i] = html.join(html.block(x, style="white-space:nowrap") for x in lines)
-    return cells
+        cells[i] = html.join(html.block(x, style=NOWRAP) for x in (value, html.muted(interval)))
+    return cells[:1] + [html.block(x, style=NOWRAP) for x in cells[1:]]
 
 
 def _with_interval(row: dict[str, Any], name: str) -> str:
@@ -137,8 +137,9 @@ def _notes(r: ReplayReport) -> list[str]:
 
 
 def plot_error(
-    r: ReplayReport, meter: str, x: str, of: str, ax: Axes | None, floors: ReplayReport | None
-) -> Axes:
+    r: ReplayReport, meter: str, x: str, of: str, ax: Axes | None, floors: ReplayReport | None,
+    by: Callable[[str], str] | None = None,
+) -> Axes:  # fmt: skip
     """A meter of every policy over keep or another measure of the cut, with 95 % bars."""
     if x not in X_WORDS:
         raise ValueError(f"x={x!r}: {', '.join(X_WORDS)}")
@@ -148,7 +149,8 @@ def plot_error(
             name = str(row["policy"])
             e = r.estimate(name, meter, of)
             if e.value is not None:
-                series.setdefault(family(r, name), []).append((row[x], e))
+                line = family(r, name) if by is None else by(name)
+                series.setdefault(line, []).append((row[x], e))
     ax = plots.axes(ax)
     for i, (label, points) in enumerate(series.items()):
         points.sort(key=lambda p: p[0])

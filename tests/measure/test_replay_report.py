@@ -162,6 +162,10 @@ def test_plots_take_and_return_axes(report, floors):
     assert report.plot_error("agreement", x="windows", ax=mine) is mine
     assert mine.get_yscale() == "linear"
     assert report.plot_error("dlogprob", x="depth", of="max").get_ylabel().endswith("max")
+    ax = report.plot_error(x="rows_share", by=lambda name: "k" if "keep" in name else "other")
+    points = {c.get_label(): len(c.lines[0].get_xdata()) for c in ax.containers}
+    keeps = sum("keep" in name for name in report.policies)
+    assert points == {"k": keeps, "other": len(report.policies) - keeps}
     _, mine = plt.subplots()
     assert report.plot_layers(mine) is mine
     drawn = {line.get_label(): line for line in mine.get_lines()}

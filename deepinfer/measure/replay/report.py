@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,14 +228,15 @@ class ReplayReport:
 
     def plot_error(
         self, meter: str = "kl", x: str = "keep", of: str = "mean", ax: Axes | None = None,
-        floors: ReplayReport | None = None,
+        floors: ReplayReport | None = None, by: Callable[[str], str] | None = None,
     ) -> Axes:  # fmt: skip
         """A meter over keep (or x='windows', 'depth', 'rows_share', 'flops_share') with its
         interval. floors: another report (`logits_error`), whose policies are drawn as horizontal
-        lines."""
+        lines. by: policy name -> name of the line it is a point of; default: policies that differ
+        in keep alone are one line."""
         from deepinfer.display.replay import plot_error
 
-        return plot_error(self, meter, x, of, ax, floors)
+        return plot_error(self, meter, x, of, ax, floors, by)
 
     def plot_layers(self, ax: Axes | None = None, policies: Iterable[str] | None = None) -> Axes:
         """Relative L2 of window keys by layer, a line a policy."""
