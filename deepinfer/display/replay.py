@@ -113,7 +113,9 @@ def _interval(row: dict[str, Any], name: str) -> str:
 def _number(x: float | None) -> str:
     if x is None:
         return ""
-    return "<1e-9" if 0 < abs(x) < NOISE else fmt(x if isinstance(x, int) else float(x))
+    if isinstance(x, int):
+        return fmt(x)
+    return "<1e-9" if abs(x) < NOISE else fmt(float(x))  # 0 too: another machine may have 1e-17
 
 
 def _share(x: float | None) -> str:
