@@ -20,15 +20,15 @@ class Sizes:
     hit: int = 384
     side_passages: int = 32
     apart: int = 8
-    law_passages: int = 2
-    prose_passages: int = 23
+    law_passages: int = 1
+    prose_passages: int = 16
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     length_passages: int = 8
     first_prompt: int = 256
     turns: int = 6
     turn_tokens: int = 128
-    turn_passages: int = 12
-    free_passages: int = 10
+    turn_passages: int = 10
+    free_passages: int = 8
     free_tokens: int = 48
     cost_lengths: tuple[int, ...] = (512, 2048, 8192)
     cost_repeats: int = 2
@@ -107,7 +107,7 @@ def keep_policies(c: ModelConfig, sizes: Sizes) -> dict[str, object]:
 
 def few_policies(c: ModelConfig) -> dict[str, object]:
     """By keep at the first decoder layer, for other texts and lengths."""
-    return {"short 1": Short(keep=1), **depths(c, (0.2, 0.6, 1.0))}
+    return {"short 1": Short(keep=1), **depths(c, (0.2, 0.6))}
 
 
 def side_policies(page: int) -> dict[str, object]:

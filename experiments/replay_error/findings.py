@@ -198,7 +198,7 @@ def law(parts: Parts) -> str:
 def facts(parts: Parts) -> str:
     f = parts["keep"].facts
     took = sum(p.took for p in parts.values())
-    size = {k: v for p in parts.values() for k, v in p.facts["sizes"].items()}
+    size = {k: v for name in ("sides", "prose", "length", "turns", "free") for k, v in parts[name].facts["sizes"].items()}
     said = parts["keep"].tables["summary"].title.split(" on ")[1]
     return (
         f"Weights `{f['weights']}`, {f['dtype']}, fidelity {f['settings']['fidelity']}, torch {f['torch']}, "

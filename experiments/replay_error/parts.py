@@ -137,7 +137,7 @@ def free(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     prompts = [ids[: sizes.prompt] for ids in texts.ids]
     base = eng.with_(prefix_cache=False, num_snapshots=None)
     policies = few_policies(eng.config)
-    names = [n for n in policies if n == _default(eng) or n.endswith(f" {_middle(policies)}")]
+    names = [n for n in policies if n == _default(eng)] + [list(policies)[-1]]
     ways = {
         "exact": base, "fidelity 0": base.with_(fidelity=0),
         **{n: base.with_(replay=policies[n]) for n in names},
@@ -188,7 +188,7 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     for n in sizes.cost_lengths:
         # Long prompts take long, and vary less from run to run.
         repeats = max(min(sizes.cost_repeats, sizes.cost_repeats * 2048 // n), 1)
-        some = {k: p for k, p in policies.items() if k != "mask" or n <= 2048}
+        some = {k: p for k, p in policies.items() if k == "compact" or n <= 2048}
         t = di.measure.replay_seconds(eng, [ids], some, [n], repeats, time.process_time)
         found["seconds"] += [dict(row, repeats=repeats) for row in t]
         say(f"seconds at {n}")
@@ -212,11 +212,6 @@ def _cut(eng: Engine) -> int:
 def _default(eng: Engine) -> str:
     """The name of Bounded() among the policies by keep."""
     return f"n{eng.config.num_layers - _cut(eng)} keep {Bounded().rows_kept(eng.config)}"
-
-
-def _middle(policies: Mapping[str, Any]) -> int:
-    """The second largest keep of some policies."""
-    return sorted(p.keep for p in policies.values())[-2]
 
 
 def _is_nano(eng: Engine) -> bool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepinfer.engine.engine import Engine
@@ -24,16 +25,17 @@ from experiments.replay_error.parts import PARTS
 from experiments.serving.bench import processor
 
 
-def facts(eng: Engine, sizes: dict[str, object]) -> dict[str, object]:
+def facts(eng: Engine, sizes: dict[str, object]) -> dict[str, Any]:
     return collect(**of_engine(eng), processor=processor(), cores=os.cpu_count(), sizes=sizes)
 
 
-def done(path: Path, about: dict[str, object]) -> bool:
+def done(path: Path, about: dict[str, Any]) -> bool:
     """Whether a file has this part with the same weights and sizes."""
     if not path.exists():
         return False
-    old = read(path).facts
-    return all(old[k] == about[k] for k in ("weights", "config", "dtype", "sizes"))
+    old, sizes = read(path).facts, about["sizes"]
+    same = all(old["sizes"].get(k) == v for k, v in sizes.items())
+    return same and all(old[k] == about[k] for k in ("weights", "config", "dtype"))
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

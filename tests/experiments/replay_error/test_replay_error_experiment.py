@@ -1,7 +1,6 @@
 """The experiment on replay: what its parts measure is what they say, its files read back, and the numbers of
 its README are those of its results."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -220,7 +219,8 @@ def test_readme_says_what_the_results_say(stored):
 def test_results_are_of_one_full_run(stored):
     assert set(stored) == set(run.PARTS)
     for part in stored.values():
-        assert part.facts["sizes"] == json.loads(json.dumps(FULL.of(part.name))), part.name
+        sizes = part.facts["sizes"]
+        assert all(sizes[k] == v for k, v in FULL.of(part.name).items()), part.name
         assert part.facts["weights"] == stored["keep"].facts["weights"]
         assert (HERE / "results" / f"{part.name}.json").stat().st_size < 1_000_000
     texts = stored["keep"].tables["passages"]
