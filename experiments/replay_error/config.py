@@ -21,17 +21,18 @@ class Sizes:
     side_passages: int = 32
     apart: int = 8
     law_passages: int = 1
-    prose_passages: int = 16
+    prose_passages: int = 12
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     length_passages: int = 8
+    floored_lengths: int = 1024  # a floor costs as much as a passage: longer prompts have none
     first_prompt: int = 256
-    turns: int = 6
+    turns: int = 5
     turn_tokens: int = 128
-    turn_passages: int = 10
+    turn_passages: int = 8
     free_passages: int = 8
-    free_tokens: int = 48
+    free_tokens: int = 32
     cost_lengths: tuple[int, ...] = (512, 2048, 8192)
-    cost_repeats: int = 2
+    cost_repeats: int = 1
     short_keeps: tuple[int, ...] = (1, 16, 64)  # in 64ths of a window
     steps: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 1.0)  # of the way to the exact length
     later_steps: tuple[float, ...] = (0.2, 0.5)  # the same, at later cut layers
@@ -53,7 +54,7 @@ USED = {
     "cost": ("cost_lengths", "cost_repeats"),
     "law": ("law_passages", "prompt", "continuation"),
     "prose": ("prose_passages", "prompt", "continuation", "apart"),
-    "length": ("lengths", "length_passages", "continuation"),
+    "length": ("lengths", "length_passages", "floored_lengths", "continuation"),
     "free": ("free_passages", "free_tokens", "prompt", "continuation"),
 }
 
@@ -120,3 +121,7 @@ def side_policies(page: int) -> dict[str, object]:
         "both": Bounded(sides="both"),
         "halo": Halo(),
     }
+
+
+def length_policies(c: ModelConfig) -> dict[str, object]:
+    return {"short 1": Short(keep=1), **dict(list(depths(c, (0.2,)).items())[1:])}

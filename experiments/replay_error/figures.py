@@ -77,8 +77,11 @@ def finished(ax: Axes, x: str, y: str, title: str = "", log: bool = True, legend
     return ax
 
 
-def panels(count: int, width: float = 10, height: float = 4.2) -> list[Axes]:
-    return list(plt.subplots(1, count, figsize=(width, height), layout="constrained", squeeze=False)[1][0])
+def panels(count: int, width: float = 10, height: float = 4) -> list[Axes]:
+    _, axes = plt.subplots(
+        1, count, figsize=(width, height), dpi=65, layout="constrained", squeeze=False
+    )  # a notebook is less than 400 kB
+    return list(axes[0])
 
 
 # -------------------------------------------------------------------------------------- figures
@@ -102,7 +105,8 @@ def keep(parts: Parts) -> list[Axes]:
         ax.set_xlim(left=0)
         finished(ax, "keep: prompt rows above the cut", KL, legend=False)
     axes[1].legend(frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
-    axes[0].legend(frameon=False, fontsize="x-small", loc="lower left")
+    handles, words = axes[0].get_legend_handles_labels()
+    axes[0].legend(handles[-4:], words[-4:], frameon=False, fontsize="x-small", loc="lower left")
     return axes
 
 
@@ -125,7 +129,7 @@ def windows(parts: Parts) -> list[Axes]:
     """Relative L2 of window keys by layer and by distance from the cut."""
     axes, main = panels(2, 11), [r["policy"] for r in deepest(parts, "keep")]
     for ax, table, x in ((axes[0], "layers", "layer"), (axes[1], "distance", "distance")):
-        for i, name in enumerate(["short 1", "vLLM", *main][: len(PALETTE)]):
+        for i, name in enumerate(["short 1", "vLLM", *main[:2], *main[3:]][: len(PALETTE)]):
             points = [dict(r) for r in rows(parts, "keep", table, policy=name)]
             if table == "distance":
                 points = [r | dict(distance=(r["distance"] + r["until"] - 1) / 2) for r in points]

@@ -88,7 +88,10 @@ def lengths(parts: Parts) -> str:
     names = list(dict.fromkeys(r["policy"] for r in found))
 
     def cell(name: str, prompt: int, where: str) -> str:
-        (row,) = [r for r in rows(parts, "length", where) if (r["policy"], r["prompt"]) == (name, prompt)]
+        some = [r for r in rows(parts, "length", where) if (r["policy"], r["prompt"]) == (name, prompt)]
+        if not some:
+            return ""
+        (row,) = some
         whole = row.get("keep") == prompt
         return "not cut" if whole else interval(row, "kl")
 

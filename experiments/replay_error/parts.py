@@ -15,7 +15,7 @@ from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
 
 from experiments.replay_error.baselines import PageGivenUp
-from experiments.replay_error.config import Sizes, few_policies, keep_policies, side_policies
+from experiments.replay_error.config import Sizes, few_policies, keep_policies, length_policies, side_policies
 from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.floors import engines, floors
 from experiments.replay_error.passages import Passages, last, passages
@@ -92,10 +92,12 @@ def length(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     texts, out = passages(eng, "heldout", most, sizes.length_passages), {}
     for prompt in sizes.lengths:
         cut = last(texts, prompt + sizes.continuation, eng)
-        policies = few_policies(eng.config)
+        policies = length_policies(eng.config)
         r = measured(eng, cut, policies, prompt, sizes, say, f"prompt {prompt}", drafter=False)
-        f = floored(eng, cut, prompt, sizes, say, ("fidelity 0",), f"prompt {prompt}, floor")
-        both = {"summary": r.summary(), "passages": stored(r)["passages"], "floors summary": f.summary()}
+        both = {"summary": r.summary(), "passages": stored(r)["passages"]}
+        if prompt <= sizes.floored_lengths:
+            f = floored(eng, cut, prompt, sizes, say, ("fidelity 0",), f"prompt {prompt}, floor")
+            both["floors summary"] = f.summary()
         for name, table in both.items():
             out.setdefault(name, []).extend(dict(prompt=prompt, **row) for row in table)
     return {name: Table(rows) for name, rows in out.items()}
@@ -186,8 +188,7 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     policies = {"compact": Bounded(), "mask": Bounded(mode="mask"), "halo": Halo()}
     found: dict[str, list] = {"seconds": [], "parts": []}
     for n in sizes.cost_lengths:
-        # Long prompts take long, and vary less from run to run.
-        repeats = max(min(sizes.cost_repeats, sizes.cost_repeats * 2048 // n), 1)
+        repeats = sizes.cost_repeats
         some = {k: p for k, p in policies.items() if k == "compact" or n <= 2048}
         t = di.measure.replay_seconds(eng, [ids], some, [n], repeats, time.process_time)
         found["seconds"] += [dict(row, repeats=repeats) for row in t]
@@ -200,7 +201,7 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
 
 PARTS: dict[str, Callable[[Engine, Sizes, Say], Tables]] = {
     "keep": keep, "floors": keep_floors, "sides": sides, "turns": turns, "cost": cost, "law": law,
-    "prose": prose, "length": length, "free": free,
+    "length": length, "prose": prose, "free": free,
 }  # fmt: skip
 TIMED = ("cost",)  # whose numbers no two runs share
 
