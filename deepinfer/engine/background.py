@@ -19,7 +19,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from deepinfer.engine.facts import EngineFacts
 from deepinfer.engine.params import Sampling, SamplingParams, params_list
@@ -148,7 +148,7 @@ class Background:
         """A step raised: whoever waits here is told. The engine has put itself right already."""
         self._failure = f"{type(error).__name__}: {error}"
         for request in list(self._owned.values()):
-            self._eng._open().forget(request, error)
+            self._eng._open().forget(request, cast("Exception", error))
         self._collect(error)
         while not self._wake.empty():  # what was added before does not try again
             self._wake.get()
@@ -215,6 +215,9 @@ class InBackground(EngineFacts):
     _loop: Loop | None
     _watcher: weakref.ref[Background] | None = None
 
+    def _open(self) -> Loop:
+        raise NotImplementedError
+
     @in_turn
     def background(self) -> Background:
         """Start a thread that steps this engine, so that a cell can add requests while others run:
@@ -263,7 +266,7 @@ class InBackground(EngineFacts):
 
     def _start(self, lasting: bool) -> Background:
         self._open()
-        made = Background(self, lasting)
+        made = Background(cast("Engine", self), lasting)
         self._watcher = weakref.ref(made)
         return made
 

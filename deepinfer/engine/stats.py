@@ -312,17 +312,17 @@ class Stats:
 
     def by_step(self, *, times: bool = True) -> Table:
         """A row a step that is held; times=False leaves out what a clock said."""
-        return stats_tables.rows(self.step_records, times, "steps")
+        return stats_tables.rows(list(self.step_records), times, "steps")
 
     def by_request(self, *, times: bool = True) -> Table:
         """A row a finished request that is held, as they finished; times as of `by_step`."""
-        return stats_tables.rows(self.request_records, times, "requests")
+        return stats_tables.rows(list(self.request_records), times, "requests")
 
     def timeline(self, last: int | None = None) -> Timeline:
         """The lanes of the last steps (None: of all that are held)."""
         from deepinfer.engine.timeline import Timeline
 
-        whole = Timeline(self.step_records)
+        whole = Timeline(list(self.step_records))
         return whole if last is None else whole[max(len(whole) - last, 0) :]
 
     def line(self, last: int = 100) -> str:

@@ -164,7 +164,7 @@ def speeds(steps, tokens, prefill_rows, decode_tokens, seconds, host, device) ->
 
 def held_values(stats: Stats, name: str) -> Iterable[float]:
     if name == "ITL":
-        return stats.gaps
+        return list(stats.gaps)
     values = (r.seconds()[name] for r in list(stats.request_records))
     return [v for v in values if v is not None]
 

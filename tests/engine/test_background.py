@@ -48,12 +48,9 @@ def want():
 def no_thread_is_left():
     """After every test: whatever it did, nobody steps any more."""
     yield
-    for _ in range(100):
+    if stepping():
         gc.collect()
-        if not stepping():
-            return
-        time.sleep(0.02)
-    raise AssertionError(stepping())
+        until(lambda: not stepping(), "the end of a thread")
 
 
 def stepping() -> list[threading.Thread]:
@@ -93,8 +90,7 @@ def at_once(eng, looked_at) -> None:
 # ----------------------------------------------------------------------------------- the same text
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("overlap, drafts", [(False, 0), (True, 0), (True, 3)])
 def test_many_threads_add_and_abort_and_every_text_is_its_own(want, overlap, drafts):
     """Pages for two thirds of what they want: some give way meanwhile."""
     eng = engine("two layers", overlap=overlap, verifier=Fixed(drafts), num_pages=12)
@@ -103,7 +99,7 @@ def test_many_threads_add_and_abort_and_every_text_is_its_own(want, overlap, dra
     def client(number: int) -> None:
         chance = random.Random(number)
         try:
-            for _ in range(5):
+            for _ in range(4):
                 i = chance.randrange(len(PROMPTS))
                 running = bg.add(PROMPTS[i], PARAMS[i])
                 how = chance.choice(["result", "read", "abort", "leave", "step"])
@@ -137,13 +133,11 @@ def test_many_threads_add_and_abort_and_every_text_is_its_own(want, overlap, dra
         assert not wrong and not any(t.is_alive() for t in threads)
         bg.drain()
         at_once(eng, check_empty)
-        assert bg._ended.total() == 20 and not bg._handles
+        assert bg._ended.total() == 16 and not bg._handles
 
 
-def test_everything_else_of_the_engine_works_meanwhile(want):
+def test_everything_else_of_the_engine_works_meanwhile():
     eng, quiet = long_engine(), long_engine()
-    for e in (eng, quiet):
-        e.runtime  # noqa: B018
     with eng.background() as bg:
         busy = bg.add(PROMPTS[0], **LONG)
         short = dict(max_tokens=5, seed=2, ignore_eos=True)
@@ -444,13 +438,13 @@ def moment(n: int):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("at", [line, moment])
-def test_a_cell_interrupted_anywhere_stops_nobody(want, at, overlap):
-    eng = engine("two layers", overlap=overlap)
+@pytest.mark.parametrize("at, overlap", [(line, False), (moment, True)])
+def test_a_cell_interrupted_anywhere_stops_nobody(at, overlap):
+    want = [c.token_ids for c in engine().generate(PROMPTS, PARAMS)]
+    eng = engine(overlap=overlap)
     chance, interrupted = random.Random(5), 0
     with eng.background() as bg:
-        for i in range(25):
+        for i in range(30):
             other = bg.add(PROMPTS[3], PARAMS[3])
             try:
                 with at(int(10 ** chance.uniform(0, 3) * (1 if at is line else 5)) + 1):
@@ -466,7 +460,7 @@ def test_a_cell_interrupted_anywhere_stops_nobody(want, at, overlap):
             assert other.result(SOON).token_ids == want[3]
         bg.drain()
         at_once(eng, check_empty)
-    assert interrupted > 8
+    assert interrupted > 10
 
 
 # ------------------------------------------------------------------------------------- life cycle
@@ -545,6 +539,16 @@ def test_an_idle_thread_sleeps_and_an_engine_without_one_asks_nobody():
         time.sleep(0.1)
         assert time.process_time() - began < 0.05
     assert eng.stats.steps <= 3 and eng._background is None
+
+
+def test_kernels_that_were_chosen_where_it_was_made_are_its_own():
+    eng = engine()
+    with di.kernels.use(experts="reference"):
+        bg = eng.background()
+    with bg:
+        bg.add(PROMPTS[0], max_tokens=2).result(SOON)
+        ran = {r["implementation"] for r in eng.kernels.rows if r["op"] == "experts"}
+    assert ran == {"reference"}
 
 
 def test_what_a_cell_shows(monkeypatch):
