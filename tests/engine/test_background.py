@@ -26,7 +26,7 @@ PARAMS = [
     for i, t in enumerate((0.0, 1.0, 0.7, 1.0))
 ]
 LONG = dict(max_tokens=500, ignore_eos=True, seed=1)
-SOON = 30  # seconds after which a test gives up
+SOON = 15  # seconds after which a test gives up
 
 
 def engine(layout: str = "one layer", **changes):
@@ -141,12 +141,12 @@ def test_everything_else_of_the_engine_works_meanwhile():
     with eng.background() as bg:
         busy = bg.add(PROMPTS[0], **LONG)
         short = dict(max_tokens=5, seed=2, ignore_eos=True)
-        out = eng.generate(PROMPTS, PARAMS)
-        assert [c.token_ids for c in out] == [c.token_ids for c in quiet.generate(PROMPTS, PARAMS)]
+        out = eng.generate(PROMPTS, **short)
+        assert [c.token_ids for c in out] == [c.token_ids for c in quiet.generate(PROMPTS, **short)]
         tokens = [t.id for t in eng.stream(PROMPTS[1], **short)]
         assert tokens == [t.id for t in quiet.stream(PROMPTS[1], **short)]
         torch.testing.assert_close(eng.logits(PROMPTS[1]), quiet.logits(PROMPTS[1]))
-        assert eng.score(PROMPTS).perplexity == pytest.approx(quiet.score(PROMPTS).perplexity)
+        assert eng.score(PROMPTS[:1]).perplexity == quiet.score(PROMPTS[:1]).perplexity
         with eng.trace("logits") as t:
             eng.generate(PROMPTS[2], **short)
         of_it = t["logits"].request == t["logits"].request.max()

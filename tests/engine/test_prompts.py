@@ -251,3 +251,37 @@ def test_text_that_is_no_unicode_is_refused_with_its_index():
     for empty in (torch.zeros(0, dtype=torch.long), torch.zeros(0), np.zeros(0)):
         with pytest.raises(ValueError, match="the prompt is empty"):
             tiny.generate(empty, **GREEDY)
+
+
+def test_a_list_keeps_its_order_and_the_bar_counts_every_token(eng, monkeypatch):
+    """Short ones finish first, one is refused, one stops before its limit: out[i] is input i, and the
+    bar ends full."""
+    seen: list = []
+
+    class Bar:
+        def __init__(self, total, what, show):
+            seen.append((total, what, show))
+
+        def update(self, n):
+            assert n >= 0
+            seen.append(n)
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: seen.append("closed")  # noqa: E731
+
+    monkeypatch.setattr("deepinfer.display.progress.bar", Bar)
+    tokens = (9, 2, 5, 1)
+    each = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in tokens]
+    out = eng.generate([IDS, IDS[:3], [], IDS[:2]], each, progress=True)
+    assert [c.index for c in out] == [0, 1, 2, 3] and "empty" in str(out[2].error)
+    assert [len(c.prompt_token_ids) for c in out] == [4, 3, 0, 2]
+    assert [len(c.token_ids) for c in out] == [9, 2, 0, 1]
+    assert seen[0] == (12, "generate", True) and seen[-1] == "closed" and sum(seen[1:-1]) == 12
+    assert len(seen) >= 2 + 9  # while it runs, not at the end
+    alone = [eng.generate(c.prompt_token_ids, p)[0] for c, p in zip(out, each) if c.error is None]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in out if c.error is None]
+    stops = eng.with_()
+    with stops.trace("logits", edit=lambda x, at: x.index_fill(1, torch.tensor([1]), 1e9)):  # eos
+        seen.clear()
+        stops.generate([IDS], max_tokens=20, progress=True)
+    assert sum(seen[1:-1]) == 20
