@@ -3,8 +3,9 @@
 A hit ends at a snapshot, and in the release one takes the bytes of 3,000 tokens of block KV. So a
 request leaves them only where somebody is likely to begin:
 
-    branch    where the pages that others have left of its tokens end. What two prompts share, a
-              third is likely to share too: it then begins right there
+    branch    where the pages that others have left of its tokens end, and back to the `bound` of
+              that length. What two prompts share, a third is likely to share too: it then begins
+              right there or, with few tokens of its own, at its own bound
     repeat    the last page end that the same prompt can use: `bound(prompt)`
     tail      from `bound(length)` to the last page end that it has reached: for the next turn, and
               for the request itself once it has given way. They move along: one that falls behind
@@ -59,7 +60,7 @@ class Keeping:
         """What a snapshot at this page end is to the request: 'branch', 'repeat', 'tail', 'spare',
         or None, which is none."""
         mine = request.prefix
-        if at == mine.branch:
+        if self.bound(mine.branch) <= at <= mine.branch:
             return "branch"
         if at == self.bound(len(request.prompt)):
             return "repeat"
@@ -119,7 +120,8 @@ class Keeping:
                     self._make_spare(key)
                 else:
                     self.store.evict(key)
-        for at in (mine.branch, self.bound(len(request.prompt))):  # used after the tail
+        branch = range(self.bound(mine.branch), mine.branch + 1, self.page_size)
+        for at in (*branch, self.bound(len(request.prompt))):  # used after the tail
             if 0 < at <= len(keys) * self.page_size:
                 self.store.get(keys[at // self.page_size - 1])
 
