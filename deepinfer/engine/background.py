@@ -290,9 +290,11 @@ class InBackground(EngineFacts):
 
 
 def close_all() -> None:
-    """At the interpreter's end: no thread is in a kernel any more."""
+    """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel when
+    it is taken down."""
     for background in list(_LIVE):
-        background.close()
+        if not background.closed:
+            background._eng.close()
 
 
 atexit.register(close_all)

@@ -155,9 +155,8 @@ class Engine(InBackground):
                     requests.append(error)
             self._drain([r for r in requests if isinstance(r, Request)], progress)
         finally:  # an interrupt or a fault must not leave half a batch in the engine
-            for r in requests:
-                if isinstance(r, Request):
-                    self._forget(r)
+            for r in (r for r in requests if isinstance(r, Request)):
+                self._forget(r)
         done = Completions(
             self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
         )
@@ -260,11 +259,12 @@ class Engine(InBackground):
         try:
             yield None
             while True:
-                while shown < len(request.output):
+                last = request.finished  # asked first: another thread may be the one that steps
+                while shown < len(request.logprobs):
                     token = request.output[shown]
                     yield StreamedToken(token, text.push(token), request.logprobs[shown])
                     shown += 1
-                if request.finished:
+                if last:
                     break
                 self._step()
             if request.error is not None:
