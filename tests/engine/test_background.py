@@ -164,6 +164,30 @@ def test_everything_else_of_the_engine_works_meanwhile():
     check_empty(eng)
 
 
+def test_a_trace_begins_and_ends_between_two_steps():
+    eng, entered, leave = engine(), threading.Event(), threading.Event()
+    eng.runtime  # noqa: B018
+
+    seen = []
+
+    def step():
+        entered.set()
+        leave.wait(SOON)
+        seen.extend(eng._traces)
+
+    def cell():
+        with eng.trace("logits"):
+            assert len(eng._traces) == 1
+
+    stepper = threading.Thread(target=eng._turns.run, args=(step,))
+    stepper.start()
+    assert entered.wait(SOON)
+    threading.Timer(0.05, leave.set).start()
+    elsewhere(cell)
+    stepper.join(SOON)
+    assert leave.is_set() and seen == eng._traces == []
+
+
 # ------------------------------------------------------------------------------------- event loops
 
 
@@ -468,6 +492,32 @@ def moment(n: int):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("what", ["add", "abort"])
+def test_what_is_interrupted_at_a_line_is_done_or_not_and_nothing_else(what):
+    eng, short = engine(), dict(max_tokens=4, ignore_eos=True)
+    for n in range(1, 3000):
+        mine = eng.add(PROMPTS[1], **short)
+        if what == "abort":
+            eng.step()
+        through = False
+        try:
+            with line(n):
+                if what == "add":
+                    eng.add(PROMPTS[2], **short)
+                else:
+                    eng.abort(mine)
+                through = True
+        except KeyboardInterrupt:
+            pass
+        check(eng)
+        for number in eng.requests:
+            eng.abort(number)
+        check_empty(eng)
+        if through:
+            break
+    assert through and n > 30
 
 
 @pytest.mark.parametrize("at, overlap", [(line, False), (moment, True)])
