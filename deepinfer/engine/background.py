@@ -246,8 +246,8 @@ class InBackground(EngineFacts):
         timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
     ) -> AsyncIterator[StreamedToken]:
         """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
-        and what it awaits at the same time runs in the same steps. Closing or dropping the iterator,
-        or cancelling its task, aborts the request.
+        and what it awaits at the same time runs in the same steps. Closing or dropping the
+        iterator, or cancelling its task, aborts the request.
 
         It runs in the engine's Background; where there is none, in one that lasts as long as the
         iterator.
@@ -290,8 +290,8 @@ class InBackground(EngineFacts):
 
 
 def close_all() -> None:
-    """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel when
-    it is taken down."""
+    """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel
+    when it is taken down."""
     for background in list(_LIVE):
         if not background.closed:
             background._eng.close()

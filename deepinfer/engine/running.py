@@ -209,8 +209,8 @@ class Running:
 
 
 class AsyncTokens:
-    """The tokens of a Running as they are committed, an async iterator. The request is aborted where
-    it is closed or dropped before the end, or its task is cancelled."""
+    """The tokens of a Running as they are committed, an async iterator. The request is aborted
+    where it is closed or dropped before the end, or its task is cancelled."""
 
     def __init__(self, running: Running) -> None:
         self._running, self._read, self._shown = running, running._reader(), 0

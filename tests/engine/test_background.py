@@ -1,4 +1,4 @@
-"""A background engine: the same tokens from any thread and event loop, and nobody waits for ever."""
+"""A background engine: the same tokens from any thread and event loop, and nobody waits forever."""
 
 import asyncio
 import contextlib
@@ -240,7 +240,9 @@ def test_an_async_stream_brings_its_own_background_and_takes_it_away(want):
         assert asyncio.run(read(0)) == want[0] and bg._ended["length"] == 1
 
 
-@pytest.mark.parametrize("how", ["break", "aclose", "cancel reading", "cancel awaiting", "wait_for"])
+@pytest.mark.parametrize(
+    "how", ["break", "aclose", "cancel reading", "cancel awaiting", "wait_for"]
+)
 def test_who_stops_reading_aborts(how):
     eng = long_engine()
 
@@ -655,7 +657,8 @@ def test_what_a_cell_shows(monkeypatch):
         assert repr(bg) == "Background(0 running, 30 waiting, 0 ended)"
         shown = bg._repr_html_()
         assert "waiting" in shown and "0 of at most 3" in shown and "and 10 more requests" in shown
-        assert repr(runs[3]) == "Running 3: waiting, 0 tokens" and "waiting" in runs[3]._repr_html_()
+        assert repr(runs[3]) == "Running 3: waiting, 0 tokens"
+        assert "waiting" in runs[3]._repr_html_()
         monkeypatch.undo()
         bg._wake.put(True)
         text = runs[3].result(SOON).text
