@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from deepinfer.cache.prefix import SnapshotStore
 from deepinfer.engine.keeping import Keeping
+from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed
-from engine.overlapped import knowing  # noqa: F401
 from engine.pool import check, check_empty
 from engine.test_prefix import LONG, PAGE, RESERVE, cold, engine, params, run, same, usable
 from hypothesis import given, settings
@@ -51,15 +52,19 @@ def bound(length: int) -> int:
     spare=st.integers(0, 12),
 )
 def test_from_the_third_on_prompts_hit_all_that_they_share(shared, lengths, rows, spare):
-    """Whatever the order and length of their tails, and how they are cut into chunks."""
+    """Whatever the order and length of their tails, and how they are cut into chunks: every page
+    end that can be theirs and that the second or a later one has run through."""
     eng = engine(
         "one layer", max_num_batched_tokens=rows, max_num_seqs=1, num_snapshots=NEEDED + spare
     )
+    starts = []
     for i, n in enumerate(lengths):
         out, took = run(eng, [*LONG[:shared], *tail(i, n)], params(most=1 + i))
+        starts.append(out.cached_tokens)
         assert took == shared + n - out.cached_tokens
-        if i >= 2:  # the second had to know what of its pages the first had left
-            assert out.cached_tokens == usable(shared + n, shared)
+        want = usable(shared + n, shared)
+        if i >= 2 and want > min(starts[1:i]):
+            assert out.cached_tokens == want
 
 
 def test_the_second_computes_from_the_last_snapshot_and_says_what_it_lost():
@@ -178,17 +183,31 @@ def test_one_long_prompt_or_output_costs_others_no_more_than_its_own():
     assert 40 in positions(eng, LONG[:40])
 
 
+@dataclasses.dataclass
+class Bytes:
+    """What a store keeps, one byte long."""
+
+    exact: bool = True
+    nbytes: int = 1
+
+
 def test_a_spare_one_never_takes_the_place_of_another_kind():
-    eng = engine("one layer", max_num_seqs=1, num_snapshots=NEEDED + 4, num_pages=80)
-    for i in range(3):
-        run(eng, [*LONG[:40], *tail(i, 30)], params(most=1))
-    keeping, store = eng.runtime.reuse.keeping, eng.runtime.reuse.snapshots
-    needed = [k for k in store._held if k not in keeping.spare]
-    run(eng, stream(150, 9, high=90), params(most=1))
-    gone = [k for k in needed if k not in store]
-    assert len(gone) <= NEEDED
-    for key in keeping.spare:
-        assert key not in keeping.tails
+    store = SnapshotStore(4)
+    keeping = Keeping(store, PAGE, RESERVE, 20)
+    request = Request(0, LONG[:100], params(), 0)
+    keys = [bytes([i]) for i in range(12)]
+
+    def keep(page: int, role: str) -> list[int]:
+        keeping.keep(request, keys, page * PAGE, role, Bytes())
+        return sorted(key[0] + 1 for key in store._held)
+
+    assert keep(1, "spare") == [1] and keep(2, "repeat") == [1, 2] and keep(3, "tail") == [1, 2, 3]
+    assert keep(4, "spare") == [1, 2, 3, 4]
+    assert keep(5, "spare") == [2, 3, 4, 5]  # the oldest spare one goes
+    assert keep(6, "branch") == [2, 3, 5, 6]
+    keeping.begin(request, keys, 5 * PAGE, 0)  # now it is spare no more
+    assert keep(7, "spare") == [2, 3, 5, 6] and store.evicted == 2
+    assert keep(8, "tail") == [3, 5, 6, 8]  # the least recently used
 
 
 def test_a_tail_falls_behind_unless_another_has_it_too():
