@@ -178,7 +178,7 @@ class Loop:
         except BaseException:  # wherever it was: no page, slot or request is lost
             self._recover(record)
             raise
-        idle = schedule.kind == "idle" and not pending and rt.scheduler.unfinished
+        idle = not schedule.shares and not pending and rt.scheduler.unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= MOST_IDLE:
             raise RuntimeError(
