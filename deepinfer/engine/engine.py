@@ -36,6 +36,7 @@ from deepinfer.engine.settings import (
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -357,6 +358,7 @@ class Engine(InBackground):
             self._runtime = Runtime(
                 self._shared.model, self._settings, self._started, self._limits, self._shared.fingerprint
             )
+            self._runtime.stats.facts = facts_of(self)
         return self._runtime
 
     def _open(self) -> Loop:

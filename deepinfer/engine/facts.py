@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode
 from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -84,14 +86,16 @@ class EngineFacts:
 
     @property
     def stats(self) -> Stats:
-        return Stats() if self._runtime is None else self._runtime.stats
+        """What it counts and how long it took; tables with the engine's facts as provenance."""
+        return Stats(facts=facts_of(self)) if self._runtime is None else self._runtime.stats
 
     @property
     def cache(self) -> CacheReport:
         """The prefix cache in numbers: hits, tokens that were not computed, pages and snapshots
         held, evictions. All 0 without prefix_cache=True. `clear_cache` empties it."""
         reuse = None if self._runtime is None else self._runtime.reuse
-        return CacheReport() if reuse is None else reuse.report()
+        report = CacheReport() if reuse is None else reuse.report()
+        return dataclasses.replace(report, facts=facts_of(self))
 
     @in_turn
     def clear_cache(self) -> None:

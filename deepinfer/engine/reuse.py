@@ -14,7 +14,8 @@ Rows of a draft that was not accepted lie above `computed` and are in no registe
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,15 @@ class CacheReport:
     snapshots: int = 0
     snapshot_bytes: int = 0
     snapshot_evictions: int = 0
+    facts: Callable[[], dict[str, object]] = field(default=dict, compare=False)  # of the engine
 
     def table(self) -> Table:
         """name, value rows."""
         from deepinfer.measure.table import Table
 
-        rows = [dict(name=n, value=v) for n, v in dataclasses.asdict(self).items()]
-        return Table(rows, title="prefix cache")
+        counts = [f.name for f in dataclasses.fields(self) if f.name != "facts"]
+        rows = [dict(name=n, value=getattr(self, n)) for n in counts]
+        return Table(rows, title="prefix cache", provenance=self.facts())
 
     def __repr__(self) -> str:
         return repr(self.table())

@@ -7,6 +7,8 @@
     eng.stats.by_step()        a row a step, the last ones            .by_request() a row a request
     eng.stats.timeline()       host and device lanes, idle gaps       .to_json(path), .reset()
 
+A table's provenance says which weights, slots and settings it is of.
+
 Totals are of everything since the engine was made or `reset`. Of single steps and requests the last
 `held_steps` and `held_requests` are kept, and percentiles are of those.
 """
@@ -14,7 +16,7 @@ Totals are of everything since the engine was made or `reset`. Of single steps a
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
@@ -70,6 +72,7 @@ class Stats:
     held_steps: int = HELD_STEPS
     held_requests: int = HELD_REQUESTS
     clock: DeviceClock = field(default_factory=DeviceClock, repr=False)
+    facts: Callable[[], dict[str, object]] = dict  # of the engine, asked where a table is made
 
     def __post_init__(self) -> None:
         self._live: dict[int, RequestRecord] = {}
@@ -86,13 +89,15 @@ class Stats:
         self.host_seconds: dict[str, float] = defaultdict(float)
         self.device_seconds = 0.0
         self.tallies = {name: Tally() for name in ("queue", "TTFT", "TPOT", "latency", "ITL")}
+        self.closed_steps = 0
+        self.ended_requests = 0  # of which there is a record, held or not
         self._preempted = 0  # preemptions up to the step before
         self._last_stop: float | None = None  # of the step before; None where it left nothing to do
 
     def reset(self) -> None:
         """Count from here on. Requests that are in the engine keep their own records."""
         for f in fields(self):
-            if f.name not in ("held_steps", "held_requests", "clock"):
+            if f.name not in ("held_steps", "held_requests", "clock", "facts"):
                 setattr(self, f.name, Counter() if f.default_factory is Counter else f.default)
         self._clear()
 
@@ -184,6 +189,7 @@ class Stats:
         self.device_seconds += record.device_seconds
         self._last_stop = now if unfinished else None
         self.step_records.append(record)
+        self.closed_steps += 1
 
     def drop(self, record: StepRecord) -> None:
         """The step ran nothing, or failed: it is not recorded. Of several the last one first."""
@@ -259,6 +265,7 @@ class Stats:
             if value is not None:
                 self.tallies[name].add(value)
         self.request_records.append(live)
+        self.ended_requests += 1
 
     # --------------------------------------------------------------------------------- reading
     @property
@@ -312,17 +319,18 @@ class Stats:
 
     def by_step(self, *, times: bool = True) -> Table:
         """A row a step that is held; times=False leaves out what a clock said."""
-        return stats_tables.rows(list(self.step_records), times, "steps")
+        return stats_tables.rows(self, list(self.step_records), times, "step")
 
     def by_request(self, *, times: bool = True) -> Table:
-        """A row a finished request that is held, as they finished; times as of `by_step`."""
-        return stats_tables.rows(list(self.request_records), times, "requests")
+        """A row a finished request that is held, as they finished; `request` is the id that `add`
+        returned; times as of `by_step`."""
+        return stats_tables.rows(self, list(self.request_records), times, "request")
 
     def timeline(self, last: int | None = None) -> Timeline:
         """The lanes of the last steps (None: of all that are held)."""
         from deepinfer.engine.timeline import Timeline
 
-        whole = Timeline(list(self.step_records))
+        whole = Timeline(list(self.step_records), facts=self.facts)
         return whole if last is None else whole[max(len(whole) - last, 0) :]
 
     def line(self, last: int = 100) -> str:
