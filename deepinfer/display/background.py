@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SHOWN_REQUESTS = 20
 SHOWN_CHARACTERS = 60
-COLUMNS = ("id", "state", "prompt", "tokens")
+COLUMNS = ("request", "state", "prompt", "tokens")
 FAILED = 5  # colour of an error
 
 
@@ -32,7 +32,7 @@ def background_html(b: Background) -> str:
     ]
     hidden = len(requests) - SHOWN_REQUESTS
     note = f"and {counted(hidden, 'more request')}" if hidden > 0 else None
-    numeric = ("id", "prompt", "tokens")
+    numeric = ("request", "prompt", "tokens")
     body = [html.table(COLUMNS, rows, numeric=numeric, note=note)] if rows else []
     if b._failure:
         body.append(html.block(html.chip("error", FAILED), " ", _failure(b)))
@@ -51,7 +51,8 @@ def running_html(r: Running) -> str:
 
 
 def _state(r: Running) -> str:
-    return f"{r.state}, {counted(len(r.token_ids), 'token')}"
+    state = f"finished ({r.state})" if r.done else r.state
+    return f"{state}, {counted(len(r.token_ids), 'token')}"
 
 
 def _tail(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import inspect
 from typing import Any, TypedDict
 
 import torch
@@ -20,6 +19,9 @@ DEFAULT_SLOTS = {
     "attention": "csa2", "experts": "local", "verifier": "off",
     "replay": "exact", "sampler": "philox", "grammar": "none",
 }
+DEFAULTS: dict[str, Any] = {
+    **DEFAULT_SLOTS, **{f.name: f.default for f in dataclasses.fields(EngineConfig)}
+}  # fmt: skip
 LATER: dict[str, str] = {}  # settings that no engine has yet, with what they will do
 
 
@@ -77,25 +79,6 @@ def split_settings(
         config = dataclasses.replace(base, **settings)
     chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
     return config, chosen
-
-
-def completes(keywords: type, *more: type):
-    """Decorator: spell the fields of a TypedDict out in a method's runtime signature, so that help()
-    and a notebook's completion show them as a type checker does."""
-
-    def put(method):
-        signature = inspect.signature(method)
-        known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        fields = {k: t for d in (keywords, *more) for k, t in d.__annotations__.items()}
-        spelt = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
-            for name, kind in fields.items()
-            if name not in signature.parameters
-        ]
-        method.__signature__ = signature.replace(parameters=[*known, *spelt])
-        return method
-
-    return put
 
 
 def require_invariant(slots: dict[str, Any], device: torch.device) -> None:

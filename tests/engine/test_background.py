@@ -260,7 +260,10 @@ def test_who_stops_reading_aborts(how):
             del tokens
         elif how == "aclose":
             await tokens.aclose()
+            assert running.done and running.state == "abort"  # not only asked to end
+            at_once(eng, check_empty)
             assert [t async for t in tokens] == []
+            await tokens.aclose()
         elif how == "wait_for":
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(read(running), 0.01)
@@ -277,6 +280,83 @@ def test_who_stops_reading_aborts(how):
         got = asyncio.run(cell())
         assert got.finish_reason == "abort" and 0 < len(got.token_ids) < 500
         at_once(eng, check_empty)
+
+
+# ------------------------------------------------------------------------------ the block's end
+
+
+def test_a_block_waits_for_all_at_its_end_as_an_executor_does():
+    eng = long_engine()
+    with eng.background() as bg:
+        runs = [bg.add(p, max_tokens=40, ignore_eos=True, seed=1) for p in PROMPTS]
+    assert bg.closed and [r.state for r in runs] == ["length"] * 4
+    assert [len(r.result(SOON).token_ids) for r in runs] == [40] * 4
+    check_empty(eng)
+    with eng.background() as bg:  # closed inside: nothing to wait for
+        running = bg.add(PROMPTS[0], **LONG)
+        bg.close()
+    assert running.state == "abort"
+    with eng.background() as bg:
+        running = bg.add(PROMPTS[0], **LONG)
+        eng.close()
+    assert running.state == "abort" and bg.closed
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_in_the_block_aborts(error):
+    eng = long_engine()
+    eng.runtime.device = SimulatedDevice(0.002)
+    with pytest.raises(error):
+        with eng.background() as bg:
+            running = bg.add(PROMPTS[0], **LONG)
+            raise error
+    assert bg.closed and running.state == "abort"
+    check_empty(eng)
+
+
+def test_an_interrupt_while_the_block_s_end_waits_aborts():
+    eng = long_engine()
+    eng.runtime.device = SimulatedDevice(0.002)
+    with pytest.raises(KeyboardInterrupt):
+        with eng.background() as bg:
+            running = bg.add(PROMPTS[0], **LONG)
+            interrupted_soon()
+    assert bg.closed and running.state == "abort" and not stepping()
+    check_empty(eng)
+
+
+def test_fork_of_a_running_goes_on_from_its_tokens_and_is_a_running():
+    eng = long_engine(prefix_cache=True)
+    eng.runtime.device = SimulatedDevice(0.002)
+    with eng.background() as bg:
+        parent = bg.add(PROMPTS[0], **LONG)
+        until(lambda: parent.token_ids)
+        child = bg.fork(parent, seed=9, max_tokens=60)
+        own = bg.fork(parent, SamplingParams(max_tokens=30, ignore_eos=True, seed=1))
+        assert child.id != parent.id and child.id in eng.requests
+        assert len(child.result(SOON).token_ids) == 60 and len(own.result(SOON).token_ids) == 30
+        assert child.token_ids[0] == own.token_ids[0] == parent.token_ids[0]
+        assert tuple(t.id for t in own) == own.token_ids == parent.token_ids[:30]  # the same draws
+        parent.abort()
+        with pytest.raises(KeyError, match=f"request {parent.id} has ended"):
+            bg.fork(parent)
+        with pytest.raises(TypeError, match="want a Running of this background, got int"):
+            bg.fork(parent.id)
+        with eng.with_().background() as other, pytest.raises(ValueError, match="another background"):
+            other.fork(parent)
+    with pytest.raises(RuntimeError, match="this background is closed"):
+        bg.fork(parent)
+    check_empty(eng)
+
+
+@pytest.mark.parametrize("timeout", ["a", -1, True, float("nan")])
+def test_a_timeout_of_result_is_checked_as_that_of_add(timeout):
+    eng = long_engine()
+    with eng.background() as bg:
+        running = bg.add(PROMPTS[0], max_tokens=2)
+        with pytest.raises(ValueError, match="timeout=.*want None or seconds >= 0"):
+            running.result(timeout)
+        running.result()
 
 
 # ---------------------------------------------------------------------------------------- fairness
@@ -662,6 +742,7 @@ def test_what_a_cell_shows(monkeypatch):
         monkeypatch.undo()
         bg._wake.put(True)
         text = runs[3].result(SOON).text
-        assert repr(runs[3]) == f"Running 3: length, 3 tokens, {text!r}"
+        assert repr(runs[3]) == f"Running 3: finished (length), 3 tokens, {text!r}"
+        assert "finished (length)" in runs[3]._repr_html_()
         bg.drain()
         assert repr(bg) == "Background(0 running, 0 waiting, 30 ended (30 length))"

@@ -184,7 +184,15 @@ def test_bad_sampling_values_at_the_call(eng):
         eng.generate(IDS, top_logprobs=98)
     with pytest.raises(ValueError, match="temperature.*were both given"):
         eng.generate(IDS, SamplingParams(), temperature=1.0)
-    for params in ([SamplingParams()], [SamplingParams(), {}], [SamplingParams()] * 3):
+    for params, found in (({"max_tokens": 3}, "dict"), ([SamplingParams(), 5], "int"), (7, "int")):
+        with pytest.raises(TypeError, match=f"params must be SamplingParams.*found {found} "):
+            eng.generate([IDS, IDS], params)
+    for call in (eng.add, eng.stream, eng.astream):
+        with pytest.raises(TypeError, match="params must be SamplingParams.*found dict .*keywords"):
+            call(IDS, {"max_tokens": 3})
+    with pytest.raises(TypeError, match="found deepinfer.engine.llm_params.SamplingParams"):
+        eng.add(IDS, di.LLM.SamplingParams())
+    for params in ([SamplingParams()], [SamplingParams()] * 3):
         with pytest.raises(ValueError, match=f"params: {len(params)} for 2 prompts"):
             eng.generate([IDS, IDS], params)
     check_empty(eng)
