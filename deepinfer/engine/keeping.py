@@ -79,6 +79,13 @@ class Keeping:
             mine.branch = shared
         if at:
             self._wanted(keys[at // self.page_size - 1], request)
+        self.move_on(request)  # its tail from before it gave way
+        here = [keys[p // self.page_size - 1] for p in mine.tail]
+        mine.tail = [
+            p
+            for p, key in zip(mine.tail, here)
+            if key in self.store and request.id in self.tails.get(key, ())
+        ]
 
     def keep(
         self, request: Request, keys: Sequence[bytes], at: int, role: str, new: Snapshot | None
@@ -99,14 +106,17 @@ class Keeping:
         elif role == "tail" and (not there or key in self.tails):
             holders = self.tails.setdefault(key, set()) if there else set()
             self.tails[key] = holders | {request.id}
-            request.prefix.tail.append(at)
+            if at not in request.prefix.tail:
+                request.prefix.tail.append(at)
             self.spare.pop(key, None)
         elif role == "spare" and not there:
             self._make_spare(key)
 
-    def move_on(self, request: Request, keys: Sequence[bytes]) -> None:
-        """The request has become longer: what was its tail and fell behind is dropped."""
+    def move_on(self, request: Request) -> None:
+        """The request has become longer: what was its tail and fell behind is dropped. After it
+        gave way its tail may lie past what is computed again; its keys reach as far all the same."""
         mine, edge = request.prefix, self.bound(request.known)
+        keys = mine.keys
         for at in [p for p in mine.tail if p < edge]:
             mine.tail.remove(at)
             key = keys[at // self.page_size - 1]

@@ -245,7 +245,7 @@ class Reuse:
             if (role := self.keeping.role(request, at)) is not None:
                 snapshot = seen.get(at) or self.from_rings(request, at, written)
                 self.keeping.keep(request, keys, at, role, snapshot)
-        self.keeping.move_on(request, keys)
+        self.keeping.move_on(request)
         mine.known = full
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:

@@ -13,7 +13,18 @@ from deepinfer.engine.keeping import Keeping
 from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
-from engine.test_prefix import LONG, PAGE, RESERVE, cold, engine, params, run, same, usable
+from engine.test_prefix import (
+    LONG,
+    PAGE,
+    RESERVE,
+    cold,
+    engine,
+    params,
+    reclaim,
+    run,
+    same,
+    usable,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties.small import small_engine, stream
@@ -128,6 +139,33 @@ def test_a_request_that_gave_way_anywhere_finds_its_tail(overlap):
             assert eng.stats.prefill_rows - before == length - usable(length, length - 1)
             ways += 1
     assert ways > 3
+    check_empty(eng)
+
+
+@pytest.mark.parametrize("page, rows", [(4, 6), (8, 6), (16, 7)])
+def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, rows):
+    """Its tail from before lies past what it has computed again, and its snapshots are there."""
+    how = dict(page_size=page, max_num_batched_tokens=rows, max_num_seqs=1, num_snapshots=40)
+    eng = engine("one layer", **how)
+    number, p = eng.add(LONG[:40], params(most=60)), params(most=60)
+    request = eng.requests[number]
+    for most in (20, 45):
+        while len(request.output) < most:
+            eng.step()
+        eng.runtime.scheduler.preempt(request)
+        reclaim(eng)
+        length, before = request.length, eng.stats.prefill_rows
+        while not request.decoding:
+            eng.step()
+            check(eng)
+        assert length - eng.stats.prefill_rows + before in (0, 1)  # the last may be a decode row
+        tail = sorted(request.prefix.tail)
+        assert tail and len(set(tail)) == len(tail) and tail[-1] <= request.stored
+    assert len(eng.requests) == 1
+    while eng.unfinished:
+        (done,) = eng.step() or [None]
+        check(eng)
+    same(done, cold("one layer").generate(LONG[:40], p)[0])
     check_empty(eng)
 
 

@@ -435,10 +435,23 @@ def steady(eng) -> list:
     return eng.step()
 
 
+def reclaim(eng) -> None:
+    """Somebody needs the room of every page that is only cached."""
+    pages = eng.runtime.pages
+    pages.give(pages.take(pages.available))
+
+
 def crowd(
-    chance: random.Random, eng, layout: str, count: int, gives_way: float = 0.03, step=steady
+    chance: random.Random,
+    eng,
+    layout: str,
+    count: int,
+    gives_way: float = 0.03,
+    step=steady,
+    loses: float = 0.0,
 ) -> None:
-    """`count` requests that arrive, are aborted and give way by chance."""
+    """`count` requests that arrive, are aborted and give way by chance, or (`loses`) their cached
+    pages are gone when they begin again."""
     todo = [(chance.randrange(18), chance.randint(1, 20)) for _ in range(count)]
     added: dict[int, tuple[int, int]] = {}
     while todo or eng.unfinished:
@@ -455,6 +468,8 @@ def crowd(
         running = eng.runtime.scheduler.running
         if running and chance.random() < gives_way:
             eng.runtime.scheduler.preempt(chance.choice(running))
+        if loses and chance.random() < loses:
+            reclaim(eng)
         check(eng)
     assert not added
     check_empty(eng)
@@ -535,26 +550,29 @@ CROWDS = given(
     rows=st.integers(6, 60),
     snapshots=st.integers(0, 30),
     scheduler=st.sampled_from(["fcfs", "decode_order", "mixed"]),
+    page=st.sampled_from([4, 8, 16]),  # chunks are shorter than some
 )
 
 
 @settings(max_examples=5, deadline=None)
 @CROWDS
-def test_any_crowd_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler):
-    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler)
+def test_any_crowd_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page):
+    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page)
 
 
 @SLOW
 @settings(max_examples=100, deadline=None)
 @CROWDS
-def test_any_of_many_crowds_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler):
-    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler)
+def test_any_of_many_crowds_is_serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page):
+    serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page)
 
 
-def serial(seed, drafts, pages, seqs, rows, snapshots, scheduler) -> None:
+def serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page) -> None:
+    """Small pools and chunks; some recompute prompt and output after their own pages are gone."""
     eng = engine(
-        "two layers", num_pages=pages, max_num_seqs=seqs, verifier=Fixed(drafts), max_model_len=100,
-        max_num_batched_tokens=rows, num_snapshots=snapshots, scheduler=scheduler,
+        "two layers", num_pages=pages * PAGE // page, max_num_seqs=seqs, verifier=Fixed(drafts),
+        max_model_len=100, max_num_batched_tokens=rows, num_snapshots=snapshots,
+        scheduler=scheduler, page_size=page,
     )  # fmt: skip
     poison(eng.runtime.cache)
-    crowd(random.Random(seed), eng, "two layers", 11, gives_way=0.1)
+    crowd(random.Random(seed), eng, "two layers", 11, gives_way=0.1, loses=0.1)
