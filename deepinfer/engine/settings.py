@@ -71,6 +71,8 @@ def split_settings(
     settings = {k: v for k, v in given.items() if k in fields}
     if not isinstance(settings.get("scheduler", ""), str):  # an engine's is a copy of its own
         settings["scheduler"] = copy.copy(scheduler.resolve(settings["scheduler"]))
+    if given.get("prefix_cache") is False:  # and what belongs to it
+        settings.setdefault("num_snapshots", None)
     if base is None:
         if default_seed() is not None:
             settings.setdefault("seed", default_seed())
