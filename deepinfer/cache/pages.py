@@ -161,9 +161,11 @@ class PageManager:
         `recount` then says where each page is."""
         self._known = set(pages)
 
-    def recount(self, holders: Iterable[Sequence[int]]) -> None:
-        """After an interrupt anywhere: these are all the lists of pages that somebody holds."""
-        self._holders = dict(Counter(page for pages in holders for page in pages))
+    def recount(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """After an interrupt anywhere: these are all the lists of pages that somebody holds. None:
+        that is as it was, only what is known has changed."""
+        if holders is not None:
+            self._holders = dict(Counter(page for pages in holders for page in pages))
         idle = [p for p in range(1, self.size + 1) if p not in self._holders]
         cached = dict.fromkeys(p for p in (*self._cached, *idle) if p in self._known and p in idle)
         kept = dict.fromkeys(p for p in (*self._free, *idle) if p not in self._known and p in idle)

@@ -44,8 +44,10 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if flight.sink is None else flight.sink.snapshots()
+        broken = set() if flight.sink is None else flight.sink.broken()
         for i in landing:
-            rt.reuse.learn(shares[i].request, written[i], seen.get(shares[i].request.id, {}))
+            id = shares[i].request.id
+            rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}), id not in broken)
     for i in landing:
         if shares[i].request.finished:
             stats.ended(shares[i].request)

@@ -9,6 +9,14 @@ After each commit the pages that have become full are registered, and the window
 their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of
 decode rows out of the rings.
 Rows of a draft that was not accepted lie above `computed` and are in no registered page.
+
+Nothing is served whose numbers nobody has seen finite. A decode row has been seen: its token is
+emitted only if its logits are finite, and what is not finite in a row stays so up to its logits. Of
+a prefill chunk, which has logits of its last row or of none, the window keys of every row are
+looked at as they pass (`Crossings`). A request with one that is not finite registers nothing of that
+chunk and of what comes behind it, which may have read it; when it gives way it begins anew. And
+where logits come out not finite all the same, the pages that the request took over are suspects
+like its own: nobody else begins there until they are computed again.
 """
 
 from __future__ import annotations
@@ -206,13 +214,18 @@ class Reuse:
         for i, share in enumerate(shares):
             if not share.decode and (ends := self.ends(share)):
                 wanted[i] = ends
-        return Crossings(self.rt.cache, shares, wanted) if wanted else None
+        leaves = any(not s.decode and self.leaves(s.request) for s in shares)
+        return Crossings(self.rt.cache, shares, wanted) if leaves else None
+
+    def leaves(self, request: Request) -> bool:
+        """Whether what it computes now may serve others."""
+        return not self.edited and not request.prefix.edited and self.current(request)
 
     def ends(self, share: Share) -> list[int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet."""
         request, size = share.request, self.page_size
         mine = request.prefix
-        if self.edited or mine.edited or not self.snapshots.budget or not self.current(request):
+        if not self.snapshots.budget or not self.leaves(request):
             return []
         keys = self.keys(request, share.stop)
         return [
@@ -224,12 +237,15 @@ class Reuse:
             or (mine.exact and not old.exact)
         ]
 
-    def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
+    def learn(
+        self, request: Request, written: int, seen: dict[int, Snapshot], finite: bool = True
+    ) -> None:
         """After a commit. written: where the positions end that the step and those on their way have
-        written, drafts too; seen: snapshots by position. What a request that failed has left is not
-        served, and nothing that began before the cache was cleared is registered."""
+        written, drafts too; seen: snapshots by position; finite: no chunk of it was seen broken.
+        What a request that failed has left is not served, and nothing that began before the cache
+        was cleared is registered."""
         mine = request.prefix
-        mine.edited |= self.edited
+        mine.edited |= self.edited or not finite
         if request.error is not None:
             self.disown(request)
         if request.error is not None or mine.edited or not self.current(request):
@@ -260,8 +276,16 @@ class Reuse:
         return Snapshot.from_rings(cache, request.slot, at, exact=mine.exact, **how)
 
     def disown(self, request: Request) -> None:
-        """Nothing that this request has registered is served any more."""
+        """Nothing that this request has registered is served any more. Where its numbers were not
+        finite, what it took over is not either, nor a snapshot at any of its page ends: they may be
+        the cause, and everybody who begins there would fail."""
         mine = request.prefix
+        if isinstance(request.error, ArithmeticError):
+            for key in mine.keys:
+                self.pages.evict(key)
+                self.snapshots.evict(key)
+            mine.known = mine.adopted = 0
+            return
         own = slice(mine.adopted, mine.known)
         for key, page in zip(mine.keys[own], request.pages[own]):
             there = self.pages.get(key)
@@ -271,9 +295,15 @@ class Reuse:
         mine.known = mine.adopted
 
     def clear(self) -> None:
-        """Forget every page and snapshot. Requests that run keep their pages and register nothing."""
-        self.prefix.clear()
-        self.keeping.clear()
+        """Forget every page and snapshot. Requests that run keep their pages and register nothing.
+        Where an interrupt breaks it off, pages and keys agree, and what is left is not found."""
+        try:
+            self.prefix.clear()
+            self.keeping.clear()
+        except BaseException:
+            self.recover()
+            self.rt.pages.recount()
+            raise
 
     def report(self) -> CacheReport:
         """What is cached now, and what it was good for."""

@@ -12,6 +12,7 @@ import torch
 from deepinfer.cache.prefix import ImageSpan
 from deepinfer.engine import commit
 from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
@@ -361,6 +362,113 @@ def test_what_a_failed_request_has_left_serves_nobody():
         check(bad)
     assert failing and bad.cache.pages == 48 // PAGE  # those of the good one
     check_empty(bad), check_empty(eng)
+
+
+class Once(Local):
+    """Experts that return NaN once, in one layer and for one row; then they are well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.row = -1
+
+    def forward(self, layer, x, routing):
+        y = super().forward(layer, x, routing)
+        if layer.name.startswith(f"layers.{self.layer}."):
+            self.layer = -1
+            y[self.row] = torch.nan
+        return y
+
+
+def gives_up(eng, number: int, how: str) -> None:
+    """The request ends, or waits to begin again, before any logits were seen."""
+    if how == "abort":
+        eng.abort(number)
+    elif how == "timeout":
+        eng.requests[number].deadline = 0.0
+    elif how == "gives way":
+        eng.runtime.scheduler.preempt(eng.requests[number])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", ["abort", "timeout", "gives way", "goes on"])
+@pytest.mark.parametrize("layer, row", [(0, 0), (0, 7), (1, 15)])
+def test_a_chunk_without_logits_that_is_not_finite_serves_nobody(layer, row, how, overlap):
+    """Nobody has seen its logits, so whoever began there would be the first to fail."""
+    eng = engine("2 and 1", experts=Once(), max_num_batched_tokens=16, overlap=overlap)
+    experts = eng.runtime.slots["experts"]
+    p = params(most=5)
+    (want,) = cold("2 and 1").generate(LONG[:70], p)
+    experts.layer, experts.row = layer, row
+    number = eng.add(LONG[:70], p)
+    while eng.requests[number].stored < 32:
+        eng.step()
+        assert eng.cache.pages == eng.cache.snapshots == 0
+    check(eng)
+    gives_up(eng, number, how)
+    while eng.unfinished:
+        for c in eng.step():
+            if how == "gives way":
+                same(c, want)
+        check(eng)
+    if how == "goes on":  # the first chunk is out of every window, and what follows may have read it
+        assert eng.cache.pages == 0
+    for _ in range(2):
+        same(run(eng, LONG[:70], p)[0], want)
+    assert eng.cache.hits and eng.cache.pages >= 70 // PAGE
+
+
+def test_of_two_chunks_in_a_step_the_broken_one_alone_leaves_nothing():
+    eng = engine("2 and 1", experts=Once(), num_snapshots=60)
+    experts = eng.runtime.slots["experts"]
+    eng.generate(LONG[:24], params(most=1))
+    before, other = eng.cache.pages, stream(40, 8, high=90)
+    a, b = eng.add(LONG[:40], params(most=1)), eng.add(other, params(most=1))
+    experts.layer, experts.row = 1, 40 - eng.runtime.room.start_at(eng.requests[a]) + 3
+    done = {c.index: c for c in eng.step()}
+    assert done[a].error is None and b in done and eng.cache.pages == before + 2
+    prefix = eng.runtime.reuse.prefix
+    assert prefix.lookup(prefix.keys(LONG[:40]), 40).length == 40
+    assert prefix.lookup(prefix.keys(other), 40).length == 0
+    check_empty(eng)
+
+
+def test_pages_behind_which_nobody_gets_finite_logits_are_given_up():
+    """Whatever has spoiled a page that is known: who begins there fails once, and no other does."""
+    eng, p = engine("2 and 1", num_snapshots=60), params(most=5)
+    (want,) = cold("2 and 1").generate(LONG[:70], p)
+    for what in ("pages", "snapshots"):
+        eng.generate(LONG[:70], p)
+        if what == "pages":
+            for name, records in eng.runtime.cache.stores().items():
+                if name.startswith("entries"):
+                    records[1:] = torch.nan
+        else:
+            for snapshot in eng.runtime.reuse.snapshots._held.values():
+                for rows in snapshot.windows:
+                    with torch.inference_mode():
+                        rows.fill_(torch.nan)
+        assert isinstance(eng.generate(LONG[:70], p)[0].error, ArithmeticError)
+        check_empty(eng)
+        for _ in range(2):
+            same(run(eng, LONG[:70], p)[0], want)
+
+
+def test_of_what_a_failed_request_has_left_no_snapshot_stays_either():
+    class Wrong(Philox):
+        def draw(self, dist, keys):
+            drawn = super().draw(dist, keys)
+            return dataclasses.replace(drawn, tokens=torch.full_like(drawn.tokens, 97))
+
+    bad = engine("one layer", sampler=Wrong(), max_num_batched_tokens=16, num_snapshots=60)
+    number = bad.add(LONG[:70], params(most=9))
+    while bad.requests[number].stored < 64:
+        bad.step()
+    assert bad.cache.pages == bad.cache.snapshots == 8
+    while bad.unfinished:
+        for c in bad.step():
+            assert c.error is not None
+    assert bad.cache.pages == bad.cache.snapshots == 0
+    check_empty(bad)
 
 
 class Cut(Exact):
