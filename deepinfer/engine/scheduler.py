@@ -335,13 +335,15 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
     for s in schedule.shares:
         if not isinstance(s, Share):
             raise TypeError(f"{scheduler!r} scheduled {s!r}: want Shares")
-        r = s.request
+        r, true = s.request, Share(s.request, s.start, s.stop)
         written = s.stop + (room.lookahead if s.decode else 0)
         laws = [
             (r.state == "running", f"is {r.state}"),
             (r.id not in seen, "is listed twice"),
             (s.start == r.computed < s.stop <= r.length,
              f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens"),
+            ((s.emits, s.decode) == (true.emits, true.decode),
+             f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows"),
             (room.pages_of(written) <= len(r.pages),
              f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to"),
         ]  # fmt: skip

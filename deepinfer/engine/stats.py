@@ -92,6 +92,7 @@ class Stats:
         self.closed_steps = 0
         self.ended_requests = 0  # of which there is a record, held or not
         self._preempted = 0  # preemptions up to the step before
+        self._recorded = 0  # preemptions in the records of committed steps
         self._last_stop: float | None = None  # of the step before; None where it left nothing to do
 
     def reset(self) -> None:
@@ -187,6 +188,7 @@ class Stats:
         for phase, start, stop in record.host:
             self.host_seconds[phase] += stop - start
         self.device_seconds += record.device_seconds
+        self._recorded += record.preempted
         self._last_stop = now if unfinished else None
         self.step_records.append(record)
         self.closed_steps += 1
@@ -197,6 +199,13 @@ class Stats:
         self._preempted -= record.preempted
         while self._marks and self._marks[-1][0] is record:  # never walked: a thread may add its own
             self._marks.pop()
+
+    def recover(self) -> None:
+        """After an error or interrupt at any line, with nothing on its way: what was begun and not
+        closed is not recorded. Can be done twice."""
+        self._host.turn(None)
+        self._marks.clear()
+        self._preempted = self._recorded
 
     def _read_marks(self, record: StepRecord) -> None:
         while self._marks and self._marks[0][0].step <= record.step:  # earlier ones were dropped
@@ -245,10 +254,10 @@ class Stats:
 
     def ended(self, request: Request) -> None:
         """A request has finished, for the reason that it says."""
-        self.finished[request.finish_reason] += 1
         live = self._live.pop(request.id, None)
-        if live is None:
+        if live is None:  # counted already
             return
+        self.finished[request.finish_reason] += 1
         live.ended, live.finish_reason = perf_counter(), request.finish_reason
         live.preemptions = request.preemptions
         gaps = sorted(live.gaps)
