@@ -296,14 +296,18 @@ class Reuse:
 
     def clear(self) -> None:
         """Forget every page and snapshot. Requests that run keep their pages and register nothing.
-        Where an interrupt breaks it off, pages and keys agree, and what is left is not found."""
+        Where an interrupt breaks it off, it is cleared all the same."""
         try:
-            self.prefix.clear()
-            self.keeping.clear()
+            self._clear()
         except BaseException:
             self.recover()
             self.rt.pages.recount()
+            self._clear()
             raise
+
+    def _clear(self) -> None:
+        self.prefix.clear()
+        self.keeping.clear()
 
     def report(self) -> CacheReport:
         """What is cached now, and what it was good for."""
