@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.engine.keywords import NEAR
+
 if TYPE_CHECKING:
     from deepinfer.measure.table import Table
 
 PREFIX = "DEEPINFER_"
 FALSE = ("0", "", "false", "False")
 LIKE_NO = ("0", "", "false", "f", "no", "n", "off", "none", "null", "disable", "disabled")
-NEAR = 0.7  # how alike two names are before one is asked about, without their prefix
 RULE = "a bool is false for 0, false, False and an empty text, and true for every other"
 DRAFTS = 5  # DeepInfer's USE_NEXTN_DECODE where it is not set
 

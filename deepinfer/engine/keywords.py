@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 
+NEAR = 0.7  # how alike two names are before one is suggested for the other (difflib's ratio)
 WIDTH = 90  # characters of a line of help(), behind the method's name
 
 

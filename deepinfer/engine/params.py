@@ -10,7 +10,7 @@ import numbers
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
 
-from deepinfer.engine.keywords import Kept, Word
+from deepinfer.engine.keywords import NEAR, Kept, Word
 from deepinfer.rng import GREEDY_BELOW
 
 LARGEST_TOP_K = 2**31 - 1
@@ -145,7 +145,7 @@ def _with_named_refusals(cls: type) -> type:
 def _unknown(name: str, known: list[str]) -> str:
     if name in NOT_YET:
         return f"SamplingParams has no {name!r} yet: {NOT_YET[name]}"
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, NEAR)
     hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(known)}"
     return f"SamplingParams has no field {name!r}: {hint}"
 

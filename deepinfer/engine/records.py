@@ -84,9 +84,9 @@ class StepRecord:
 class RequestRecord:
     """One request from `add` to its end. The times are None for what did not happen.
 
-    request: its id; cached_tokens: prompt tokens found in the prefix cache; gaps: seconds between one emission and
-    the next (the tokens of one step arrive together), kept until the request has finished;
-    itl: their 50th, 90th and 99th percentile then.
+    request: its id; cached_tokens: prompt tokens found in the prefix cache; gaps: seconds between
+    one emission and the next (the tokens of one step arrive together), kept until the request has
+    finished; itl: their 50th, 90th and 99th percentile then.
     """
 
     request: int

@@ -12,6 +12,7 @@ import torch
 from deepinfer.config import EngineConfig
 from deepinfer.display.notebook import default_dtype, default_seed
 from deepinfer.engine import scheduler
+from deepinfer.engine.keywords import NEAR
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -65,7 +66,7 @@ def split_settings(
     fields = {f.name for f in dataclasses.fields(EngineConfig)}
     for name in given:
         if name not in fields and name not in SLOTS:
-            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1)
+            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1, NEAR)
             hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
             raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
     settings = {k: v for k, v in given.items() if k in fields}

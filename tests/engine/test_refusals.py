@@ -61,3 +61,17 @@ def test_snapshots_belong_to_the_prefix_cache(eng):
     cached = eng.with_(prefix_cache=True, num_snapshots=8)
     plain = cached.with_(prefix_cache=False)  # what belongs to it goes with it
     assert plain.settings == eng.settings and cached.with_().settings.num_snapshots == 8
+
+
+@pytest.mark.parametrize("name", ["greedy", "foo", "attn", "batch_size", "num_beams"])
+def test_no_far_name_is_suggested(eng, name):
+    """A wrong guess sends a reader the wrong way: where nothing is near, what there is is said."""
+    for make in (eng.with_, lambda **k: eng.add(PROMPT, **k), lambda **k: di.LLM(eng, **k),
+                 di.SamplingParams, di.LLM.SamplingParams):
+        with pytest.raises(TypeError, match=name) as caught:
+            make(**{name: 1})
+        assert "did you mean" not in str(caught.value)
+    with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
+        eng.with_(max_seqs=3)
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        eng.add(PROMPT, temprature=1)
