@@ -323,6 +323,31 @@ def test_old_prefixes_make_room():
     assert run(eng, stream(80, 4, high=90), params(most=1))[0].cached_tokens in (0, 32, 56)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_take_the_room_of_pages_that_are_only_cached(overlap):
+    """No page is free, six are cached: a decode step with drafts takes one, and nobody gives way."""
+    eng = engine(
+        "one layer", num_pages=8, max_model_len=64, verifier=Fixed(DRAFTS), overlap=overlap
+    )
+    eng.generate(LONG[:48], params(most=1))  # leaves six full pages
+    p = params(most=30, temperature=0.0)
+    number = eng.add(stream(9, 7, high=90), p)
+    eng.step()
+    pages, request = eng.runtime.pages, eng.requests[number]
+    assert (pages.free, pages.cached, len(request.pages)) == (0, 6, 2)
+    while not eng.cache.page_evictions:
+        eng.step()
+        check(eng)
+        assert request.state == "running"
+    assert request.decoding and pages.free == 0 and len(request.pages) > 2
+    while eng.unfinished:
+        (done,) = eng.step() or [None]
+        check(eng)
+    assert eng.stats.preemptions == 0 and eng.cache.page_evictions >= 2
+    same(done, cold("one layer", verifier=Fixed(DRAFTS)).generate(stream(9, 7, high=90), p)[0])
+    check_empty(eng)
+
+
 def test_a_request_that_gave_way_goes_on_from_what_it_left():
     """Prompt and output that were computed are found again, if nobody needed their room."""
     eng, p = engine(verifier=Fixed(3)), params(most=40)
