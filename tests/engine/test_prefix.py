@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepinfer.cache.prefix import ImageSpan
 from deepinfer.engine import commit
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
@@ -213,6 +214,26 @@ def test_a_fork_that_cannot_go_on_is_refused():
     check(eng)
     eng.abort(number)
     check_empty(eng)
+
+
+def test_behind_a_hit_a_trained_drafter_is_as_good():
+    """Its window holds what it held the first time: as many drafts are accepted (a stale or empty
+    one gets hardly any), as many tokens are cached as without it, and the text is the same."""
+    text = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self"
+    accepted, texts = {}, set()
+    with Engine.nano(
+        dtype="float64", prefix_cache=True, page_size=16, max_model_len=160, max_num_seqs=1
+    ) as off:
+        ids = off.encode(text * 5)[:104]
+        for most in (0, 5):
+            eng = off.with_(verifier=Fixed(most))
+            for turn in range(2):
+                (c,) = eng.generate(ids, params(most=18, temperature=0.0))
+                assert c.cached_tokens == (0, 32)[turn]
+                accepted[most, turn] = c.accepted_drafts
+                texts.add(c.token_ids)
+    assert len(texts) == 1 and accepted[5, 0] >= 9
+    assert abs(accepted[5, 1] - accepted[5, 0]) <= 0.2 * accepted[5, 0]
 
 
 # ------------------------------------------------------------------------------ what is in the key
