@@ -261,3 +261,5 @@ def test_to_text_cuts_nothing_and_html_sets_long_texts_in_lines():
     assert "cut" not in repr(table[1:]) and "cut" not in table.to_text()
     cells = [c for c in table._repr_html_().split("<td") if "white-space:normal" in c]
     assert len(cells) == 1 and "a note of several" in cells[0]
+    composed = html.table(["x"], [[html.code(long)]])
+    assert "white-space:normal" not in composed  # what is composed has its own style

@@ -153,6 +153,6 @@ def _cell(kind: str, value: object, side: str) -> Html:
     style = f"text-align:{side};padding:2px 10px 2px 0;vertical-align:top"
     if kind == "td" and _blanks_count(value):
         style += ";white-space:pre"
-    elif kind == "td" and isinstance(value, str) and len(value) > LONG_CELL:
+    elif kind == "td" and type(value) is str and len(value) > LONG_CELL:  # no Html
         style += ";min-width:24em;white-space:normal;overflow-wrap:anywhere"
     return tag(kind, value, style=style + (";font-weight:600" if kind == "th" else ""))
