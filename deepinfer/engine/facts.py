@@ -152,7 +152,7 @@ class EngineFacts:
             return requests[id]
         there = f"those that are: {', '.join(map(str, sorted(requests)))}" if requests else "none is"
         if isinstance(id, int) and 0 <= id < (0 if self._loop is None else self._loop._count):
-            raise KeyError(f"request {id} has ended and was handed out or aborted; {there} here now")
+            raise KeyError(f"no request {id}: it has ended and was handed out or aborted; {there} here now")
         raise KeyError(f"no request {id!r} is waiting or running; {there}")
 
     def encode(self, text: str, bos: bool = True) -> list[int]:

@@ -338,7 +338,7 @@ def test_fork_of_a_running_goes_on_from_its_tokens_and_is_a_running():
         assert child.token_ids[0] == own.token_ids[0] == parent.token_ids[0]
         assert tuple(t.id for t in own) == own.token_ids == parent.token_ids[:30]  # the same draws
         parent.abort()
-        with pytest.raises(KeyError, match=f"request {parent.id} has ended"):
+        with pytest.raises(KeyError, match=f"no request {parent.id}: it has ended"):
             bg.fork(parent)
         with pytest.raises(TypeError, match="want a Running of this background, got int"):
             bg.fork(parent.id)

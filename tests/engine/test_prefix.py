@@ -81,8 +81,8 @@ def run(eng, prompt, p) -> tuple:
 def test_a_hit_saves_rows_and_changes_nothing(layout, drafts, temperature):
     """Same tokens, log-probabilities and drafts; rows computed = length - hit. Whatever is in the
     rings from before: of the drafter's nothing behind the hit is read."""
-    how = dict(verifier=Fixed(drafts), num_snapshots=60)
-    reference, eng = cold(layout, **how), engine(layout, **how)
+    how = dict(verifier=Fixed(drafts))
+    reference, eng = cold(layout, **how), engine(layout, num_snapshots=60, **how)
     poison(eng.runtime.cache)
     eng.generate(LONG[:70], params(1, 4))
     for n in (70, 71, 93, 38, 30):

@@ -23,13 +23,13 @@ def test_a_request_that_has_ended_is_told_from_one_that_never_was(eng):
     first, second = (eng.add(PROMPT, max_tokens=n, ignore_eos=True) for n in (1, 20))
     assert [c.index for c in eng.step()] == [first]  # the id that `add` returned
     for act in (eng.abort, eng.fork):
-        there = f"request {first} has ended and was handed out or aborted; those that are: {second} "
+        there = f"no request {first}: it has ended and was handed out or aborted; those that are: {second} "
         with pytest.raises(KeyError, match=there):
             act(first)
         with pytest.raises(KeyError, match=f"no request 99 is waiting or running; .*: {second}"):
             act(99)
     assert eng.abort(second).index == second
-    with pytest.raises(KeyError, match=f"request {second} has ended.*; none is"):
+    with pytest.raises(KeyError, match=f"no request {second}: it has ended.*; none is"):
         eng.abort(second)
     check_empty(eng)
 
