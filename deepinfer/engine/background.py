@@ -309,7 +309,7 @@ class InBackground(EngineFacts):
     def _busy(self) -> bool:
         """Whether a step has anything to do."""
         loop = self._loop
-        return loop is not None and bool(loop.rt.scheduler.unfinished or loop.flights)
+        return loop is not None and bool(loop.unfinished or loop.flights)
 
     def _work_came(self) -> None:
         if (live := self._background) is not None:

@@ -205,11 +205,7 @@ class Engine(InBackground):
         `add` returned as `.index` of each (not those of a Background). With overlap=True a call
         launches a step and gives the results of the one before."""
         self._step()
-        requests = self._open().requests
-        finished = [r for r in requests.values() if r.finished]
-        for r in finished:
-            del requests[r.id]
-        return [self._completion(r.id, r) for r in finished]
+        return [self._completion(r.id, r) for r in self._open().hand_out()]
 
     @in_turn
     def abort(self, id: int) -> Completion:
@@ -280,7 +276,11 @@ class Engine(InBackground):
         loop = self._open()
         deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
         request = loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
-        self._work_came()
+        try:
+            self._work_came()
+        except BaseException:  # an interrupt: nobody knows its id
+            loop.forget(request)
+            raise
         return request
 
     @in_turn

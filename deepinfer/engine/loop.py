@@ -163,6 +163,13 @@ class Loop:
             self._heal()
             raise
 
+    def hand_out(self) -> list[Request]:
+        """Take out the requests that have finished."""
+        finished = [r for r in self.requests.values() if r.finished]
+        for request in finished:
+            self.forget(request)
+        return finished
+
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """Finish a request, if it has not, count it, and take back what it holds: whatever a
         scheduler forgets, no page is lost."""
@@ -174,7 +181,7 @@ class Loop:
 
     @property
     def unfinished(self) -> int:
-        """Requests waiting or running, whatever the scheduler says."""
+        """Requests waiting or running; a scheduler of your own may have lost some."""
         return sum(not r.finished for r in self.requests.values())
 
     # ----------------------------------------------------------------------------------- steps

@@ -103,6 +103,17 @@ def test_the_context_of_a_prefill_step_is_capped():
     assert [len(s.waiting), step(s).kind] == [2, "prefill"]  # 14 alone is more than 10: it goes alone
 
 
+def test_the_cap_counts_context_and_not_rows():
+    """The rows of a second chunk look at those of the first."""
+    s = FCFS(max_context=10)
+    s = s.start(room(pages=40, rows=6))
+    s.add(request(0, 9))
+    s.add(request(1, 3))
+    assert ran(step(s)) == [(0, 0, 6)]
+    assert ran(step(s)) == [(0, 6, 9)]  # 3 rows, 9 of context: 3 more would be 12
+    assert ran(step(s)) == [(1, 0, 3)]
+
+
 def test_the_order_of_decode():
     """Two rows a step: FCFS finishes the first two, DeepInfer's order lets all advance together."""
     for kind, want in ((FCFS, [4, 4, 1, 1]), (DecodeOrder, [3, 3, 2, 2])):
