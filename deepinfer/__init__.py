@@ -47,7 +47,7 @@ def __getattr__(name: str):
     if where is None:
         import difflib
 
-        close = difflib.get_close_matches(name, _WHERE, n=1)
+        close = difflib.get_close_matches(name, _WHERE, n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"module 'deepinfer' has no attribute {name!r}{hint}")
     module, _, attribute = where.partition(":")

@@ -379,8 +379,10 @@ class EngineConfig(_Config):
     float32 on a CPU, bfloat16 elsewhere). fidelity: 0 no fake quantisation, 1 the model's own cache
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
-    a CPU). prefix_cache: reuse the pages of equal prefixes; num_snapshots: places where a hit may end
-    that it holds at most (None: 8 a sequence, see `runtime.snapshot_budget`). overlap: schedule and launch a step before the one before it
+    a CPU). prefix_cache: reuse the pages of equal prefixes, once an earlier request has computed
+    them: prompts that begin in the same step share nothing yet. num_snapshots, with prefix_cache:
+    places where a hit may end that it holds at most (None: 8 a sequence, see
+    `runtime.snapshot_budget`). overlap: schedule and launch a step before the one before it
     is read; the text is the same. On a CPU the device is then a thread, which gains nothing.
     keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each use)
     instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',
@@ -481,7 +483,12 @@ class EngineConfig(_Config):
 
     @staticmethod
     def environment() -> Table:
-        """Every documented DEEPINFER_* variable: what it becomes here, or why it is refused."""
+        """Every documented DEEPINFER_* variable: what it becomes here, or why it is refused.
+
+        default: DeepInfer's own. A bool is false for "0", "", "false" and "False" and true for every
+        other text, "no" and "FALSE" too, as in DeepInfer; where such a text is read, a warning says
+        so. `.to_text()` has every row and the notes whole.
+        """
         from .engine.environment import table
 
         return table()

@@ -289,6 +289,8 @@ def _check_engine(config: Any) -> None:
     _at_least(config, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens")
     _at_least(config, 1, "page_size", "num_pages")
     _at_least(config, 0, "num_snapshots")
+    if config.num_snapshots is not None and not config.prefix_cache:
+        _refuse(config, "num_snapshots", "left out without prefix_cache=True, whose places it counts")
     if not 0 <= config.seed < 2**64:
         _refuse(config, "seed", "an integer in 0..2**64-1")
 

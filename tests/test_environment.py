@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -119,6 +122,7 @@ def test_what_holds_anyway_is_taken(name):
     assert di.EngineConfig.from_env(env(**{name: DOCUMENTED[name][1]})) == di.EngineConfig()
 
 
+@pytest.mark.filterwarnings("ignore:.*counts as true")
 @pytest.mark.parametrize(("name", "field"), FIELDS.items())
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -278,3 +282,56 @@ def test_what_has_no_field_is_named():
     named = ("Fixed(5)", "bounded replay", "replay=di.replay.Bounded()", "num_pages")
     for words in (*named, "parallelism", "graphs"):
         assert words in text
+
+
+@pytest.mark.parametrize("table", [di.EngineConfig.environment, di.LLM.arguments])
+def test_the_tables_show_their_notes_whole(table):
+    shown = table()
+    for row in shown:
+        assert row["note"] in shown.to_text()
+    page = shown._repr_html_()
+    for row in shown[:20]:
+        assert html.escape(row["note"], quote=True) in page
+
+
+def test_the_table_says_what_di_llm_does_and_the_rule_of_booleans():
+    table = di.EngineConfig.environment()
+    row = table.where(variable="ZERO_OVERHEAD_SCHEDULING")[0]
+    assert row["default"] == "False" and row["note"].startswith("di.LLM: on unless this says 0")
+    llm = di.LLM(di.Engine.tiny(), max_model_len=64, max_num_seqs=2)
+    assert llm.engine.settings.overlap  # as the row says
+    assert "false for 0, false, False and an empty text" in table.title
+
+
+@pytest.mark.parametrize("text", ["no", "off", "FALSE", "No", " 0", "n", "none", "disabled", " "])
+def test_a_text_that_looks_like_a_no_counts_as_true_and_says_so(text):
+    found = f"DEEPINFER_BATCH_INVARIANT={text!r} counts as true: a bool is false for 0"
+    with pytest.warns(UserWarning, match=re.escape(found)):
+        assert read(env(BATCH_INVARIANT=text)).settings == {"batch_invariant": True}
+    with pytest.warns(UserWarning, match="counts as true"), pytest.raises(ValueError, match="True"):
+        read(env(ENABLE_MEMORY_TRACING=text))
+
+
+@pytest.mark.parametrize("text", ["0", "", "false", "False", "1", "true", "yes", "on"])
+def test_what_reads_as_it_counts_warns_of_nothing(text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = text not in ("0", "", "false", "False")
+        assert read(env(BATCH_INVARIANT=text)).settings == {"batch_invariant": want}
+        read(env(TORCH_PROFILER_DIR="/tmp", CPP_LOG_LEVEL="off"))  # no booleans
+
+
+@pytest.mark.parametrize("name", ["FOO", "X", "LOG", "DEVICE", "SCHEDULER", "MAX_NUM_SEQS"])
+def test_no_far_name_is_suggested(name):
+    with pytest.raises(ValueError, match="no such variable.*lists those there are") as caught:
+        read(env(**{name: "1"}))
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong, meant", [
+    ("ZERO_OVERHEAD_SCHEDULER", "ZERO_OVERHEAD_SCHEDULING"), ("BATCHINVARIANT", "BATCH_INVARIANT"),
+    ("USE_NEXTN", "USE_NEXTN_DECODE"), ("NCCL_NUM_SM", "NCCL_NUM_SMS"),
+])  # fmt: skip
+def test_a_near_name_is(wrong, meant):
+    with pytest.raises(ValueError, match=f"did you mean DEEPINFER_{meant}\\?"):
+        read(env(**{wrong: "1"}))

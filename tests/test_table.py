@@ -250,3 +250,16 @@ def test_verdict(capsys):
     assert capsys.readouterr().out == "ok: a claim\n"
     with pytest.raises(AssertionError, match="does not hold: a claim"):
         di.verdict(np.bool_(False), "a claim")
+
+
+def test_to_text_cuts_nothing_and_html_sets_long_texts_in_lines():
+    """What repr cuts it says; the other forms have every character."""
+    long = "a note of several words " * 8 + "with an end"
+    table = di.Table([{"name": "x", "note": long, "n": 1}, {"name": "y", "note": "short", "n": 2}])
+    assert long in table.to_text() and long in table._repr_html_()
+    assert long not in repr(table) and "long texts are cut, .to_text() has them whole" in repr(table)
+    assert "cut" not in repr(table[1:]) and "cut" not in table.to_text()
+    cells = [c for c in table._repr_html_().split("<td") if "white-space:normal" in c]
+    assert len(cells) == 1 and "a note of several" in cells[0]
+    composed = html.table(["x"], [[html.code(long)]])
+    assert "white-space:normal" not in composed  # what is composed has its own style

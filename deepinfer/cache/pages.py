@@ -157,13 +157,15 @@ class PageManager:
             self._free.append(page)
 
     def know(self, pages: Iterable[int]) -> None:
-        """After an interrupt anywhere: the content of these pages is known and of no other;
-        `recount` then says where each page is."""
+        """The content of these pages is known and of no other; `recount` then says where each page
+        is. Both put right what an interrupt anywhere has left."""
         self._known = set(pages)
 
-    def recount(self, holders: Iterable[Sequence[int]]) -> None:
-        """After an interrupt anywhere: these are all the lists of pages that somebody holds."""
-        self._holders = dict(Counter(page for pages in holders for page in pages))
+    def recount(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """These are all the lists of pages that somebody holds; None: that is as it was, only what
+        is known has changed."""
+        if holders is not None:
+            self._holders = dict(Counter(page for pages in holders for page in pages))
         idle = [p for p in range(1, self.size + 1) if p not in self._holders]
         cached = dict.fromkeys(p for p in (*self._cached, *idle) if p in self._known and p in idle)
         kept = dict.fromkeys(p for p in (*self._free, *idle) if p not in self._known and p in idle)

@@ -184,8 +184,9 @@ class PageStore:
 
     def clear(self) -> None:
         """Nothing is known any more: cached pages are free, used ones when they are given back."""
-        for key in [*self._held]:
-            self.evict(key)
+        self._held, self._keys = {}, {}
+        self.pages.know(())
+        self.pages.recount()
 
     def recover(self) -> None:
         """After an interrupt anywhere: what only one of the tables knows is known no more. Tell the

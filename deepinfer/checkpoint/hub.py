@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MADE = ("nano", "tiny")  # what an Engine makes by that name, without a path
+
 
 def locate(path: str | os.PathLike, *, download: bool = False) -> Path:
     """The folder of a checkpoint.
@@ -18,7 +20,8 @@ def locate(path: str | os.PathLike, *, download: bool = False) -> Path:
         return folder
     name = str(path)
     if folder.is_absolute() or name.count("/") != 1 or name.startswith("."):
-        raise FileNotFoundError(f"{name}: no such folder, and not a hub id (owner/name)")
+        made = f"; the one that comes with the package is di.Engine.{name}()" if name in MADE else ""
+        raise FileNotFoundError(f"{name}: no such folder, and not a hub id (owner/name){made}")
     cached = cache_folder() / f"models--{name.replace('/', '--')}"
     found = snapshot(cached)
     if found is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SHOWN_REQUESTS = 20
 SHOWN_CHARACTERS = 60
-COLUMNS = ("id", "state", "prompt", "tokens")
+COLUMNS = ("request", "state", "prompt", "tokens")
 FAILED = 5  # colour of an error
 
 
@@ -32,7 +32,8 @@ def background_html(b: Background) -> str:
     ]
     hidden = len(requests) - SHOWN_REQUESTS
     note = f"and {counted(hidden, 'more request')}" if hidden > 0 else None
-    body = [html.table(COLUMNS, rows, numeric=("id", "prompt", "tokens"), note=note)] if rows else []
+    numeric = ("request", "prompt", "tokens")
+    body = [html.table(COLUMNS, rows, numeric=numeric, note=note)] if rows else []
     if b._failure:
         body.append(html.block(html.chip("error", FAILED), " ", _failure(b)))
     return html.card("Background", *body, note=_counts(b))
@@ -45,11 +46,13 @@ def running_text(r: Running) -> str:
 
 
 def running_html(r: Running) -> str:
-    return html.card(f"Running {r.id}", *([html.code(_tail(r.text))] if r.text else []), note=_state(r))
+    text = [html.code(_tail(r.text))] if r.text else []
+    return html.card(f"Running {r.id}", *text, note=_state(r))
 
 
 def _state(r: Running) -> str:
-    return f"{r.state}, {counted(len(r.token_ids), 'token')}"
+    state = f"finished ({r.state})" if r.done else r.state
+    return f"{state}, {counted(len(r.token_ids), 'token')}"
 
 
 def _tail(text: str) -> str:

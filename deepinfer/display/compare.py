@@ -11,7 +11,7 @@ from deepinfer.display.text import grid
 from deepinfer.measure.bootstrap import FEWEST, RESAMPLES, SEED
 
 if TYPE_CHECKING:
-    from deepinfer.measure.compare import Comparison, Pair
+    from deepinfer.measure.comparison import Comparison, Pair
 
 SHOWN_PROMPTS = 4  # of one engine
 SHOWN_TOKENS = 120  # of one prompt

@@ -15,6 +15,7 @@ FONT = "font-family:ui-sans-serif,system-ui,sans-serif;font-size:13px;line-heigh
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px"
 LINE = "rgba(128,128,128,.35)"
 WASH = "rgba(128,128,128,.12)"
+LONG_CELL = 48  # characters: a longer text is set in lines
 GRID = "border-collapse:collapse;margin:4px 0;font:inherit;color:inherit"
 
 
@@ -152,4 +153,6 @@ def _cell(kind: str, value: object, side: str) -> Html:
     style = f"text-align:{side};padding:2px 10px 2px 0;vertical-align:top"
     if kind == "td" and _blanks_count(value):
         style += ";white-space:pre"
+    elif kind == "td" and type(value) is str and len(value) > LONG_CELL:  # no Html
+        style += ";min-width:24em;white-space:normal;overflow-wrap:anywhere"
     return tag(kind, value, style=style + (";font-weight:600" if kind == "th" else ""))

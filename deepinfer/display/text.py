@@ -13,14 +13,16 @@ def grid(
     *,
     title: str = "",
     width: int = 110,
+    cell: int | None = SHOWN_CELL,
 ) -> str:
     """Aligned text; the columns in `numeric` to the right. Columns past `width` are named below.
+    cell: most characters of one cell, None: all.
 
     The first column is always shown. No line ends in blanks.
     """
     if not columns:
         return "\n".join(line for line in (title, note) if line)
-    cells = [[_short(value) for value in row] for row in [columns, *rows]]
+    cells = [[_short(value, cell) for value in row] for row in [columns, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     fit, used = 0, 0
     while fit < len(columns) and (fit == 0 or used + widths[fit] + 2 <= width):
@@ -40,6 +42,6 @@ def grid(
     return "\n".join([*lines, note] if note else lines)
 
 
-def _short(value: str) -> str:
+def _short(value: str, most: int | None) -> str:
     text = value.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
-    return text if len(text) <= SHOWN_CELL else text[: SHOWN_CELL - 1] + "\u2026"
+    return text if most is None or len(text) <= most else text[: most - 1] + "\u2026"

@@ -33,6 +33,7 @@ DEVICE: Looks = {
     "draft": (6, "d", "the drafter proposes the next tokens"),
     "other steps": (None, "o", "works for steps that are not shown"),
 }
+SAID = {"other steps": "other steps, which are not shown"}
 HATCH = "repeating-linear-gradient(45deg,#D55E00d0 0 2px,transparent 2px 6px)"
 IDLE_LETTER, PAUSE_LETTER, CUT_MARK = ".", " ", "//"
 
@@ -61,9 +62,9 @@ def timeline_text(t: Timeline) -> str:
     for name, spans, looks in lanes:
         lines.append(f"  {name:<6} |{letters(spans, looks, drawn, total)}|")
     used = []
-    for looks, found in ((HOST, shown.host), (DEVICE, shown.device)):
+    for looks, found in ((HOST, shown.host), (DEVICE, busy_and_gaps(shown))):
         whats = {s.what for s in found}
-        used += [f"{letter} {name}" for name, (_, letter, _) in looks.items() if name in whats]
+        used += [f"{letter} {SAID.get(name, name)}" for name, (_, letter, _) in looks.items() if name in whats]
     lines.append(f"  {', '.join(used)}, {IDLE_LETTER} idle; the width is {milli(total)}")
     return "\n".join(lines)
 
@@ -219,7 +220,7 @@ def ticks(total: float) -> list[html.Html]:
 
 def legend(t: Timeline) -> html.Html:
     chips = []
-    for looks, spans in ((HOST, t.host), (DEVICE, t.device)):
+    for looks, spans in ((HOST, t.host), (DEVICE, busy_and_gaps(t))):
         found = {s.what for s in spans}
         for name, (colour, _, words) in looks.items():
             if name in found:

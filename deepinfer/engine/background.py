@@ -19,13 +19,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from deepinfer.engine.facts import EngineFacts
-from deepinfer.engine.params import Sampling, SamplingParams, params_list
+from deepinfer.engine.keywords import completes
+from deepinfer.engine.params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
 from deepinfer.engine.request import Request, StreamedToken
 from deepinfer.engine.running import Bells, Running
-from deepinfer.engine.settings import completes
 from deepinfer.engine.turns import Turns, in_turn
 
 if TYPE_CHECKING:
@@ -37,9 +37,12 @@ _LIVE: weakref.WeakSet[Background] = weakref.WeakSet()
 
 class Background:
     """Steps `eng` in a thread of its own while anything is unfinished, and waits else. Made by
-    `eng.background()`; a context manager.
+    `eng.background()`.
 
-    It ends with `close()`, with the engine, or when neither it nor a request of it is held any
+    As a context manager it waits at the end of the block until all that was added has finished, as
+    an executor does (`drain`, then `close`); where the block ends in an error or an interrupt, or
+    one comes while it waits, what has not finished is aborted. `close()` aborts, `close(wait=True)`
+    waits. It ends with `close()`, with the engine, or when neither it nor a request of it is held any
     more. A step that raises ends every request that was added here with that error; the engine
     stays as usable as after an error in `eng.step()`, and the thread goes on with the next request.
     A block `with kernels.use(...)` counts where it is open when the Background is made.
@@ -68,7 +71,7 @@ class Background:
 
     # -------------------------------------------------------------------------------- requests
 
-    @completes(Sampling)
+    @completes(Sampling, defaults=SAMPLING)
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
         timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
@@ -80,9 +83,14 @@ class Background:
         )
 
     def _add(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
+        self._require_open()
+        return self._own(self._eng._add(prompt, params, timeout, salt))
+
+    def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this background is closed: make another with eng.background()")
-        request = self._eng._add(prompt, params, timeout, salt)
+
+    def _own(self, request: Request) -> Running:
         try:
             running = Running(self, request)
             self._handles[request.id] = running
@@ -91,6 +99,22 @@ class Background:
         except BaseException:  # an interrupt: nobody would wait for it
             self._eng._forget(request)
             raise
+
+    @completes(Sampling, defaults=FORKED)
+    def fork(
+        self, running: Running, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
+    ) -> Running:
+        """Queue another request that goes on from all that `running` has so far; params, sampling
+        and errors as of `eng.fork`. ValueError for a Running of another Background."""
+        if not isinstance(running, Running):
+            raise TypeError(f"fork: want a Running of this background, got {type(running).__name__}")
+        return self._eng._turns.run(self._fork, running, params, sampling)
+
+    def _fork(self, running: Running, params: SamplingParams | None, sampling: Any) -> Running:
+        self._require_open()
+        if running._background is not self:
+            raise ValueError(f"fork: {running!r} is of another background: fork it there")
+        return self._own(self._eng._fork(running.id, params, sampling))
 
     def drain(self) -> None:
         """Wait until all that was added here has finished. An interrupt leaves it running."""
@@ -119,8 +143,12 @@ class Background:
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None and not self._closed:
+                self.drain()
+        finally:
+            self.close()
 
     # ------------------------------------------------------------------------------ the thread
 
@@ -148,7 +176,7 @@ class Background:
         """A step raised: whoever waits here is told. The engine has put itself right already."""
         self._failure = f"{type(error).__name__}: {error}"
         for request in list(self._owned.values()):
-            self._eng._open().forget(request, error)
+            self._eng._open().forget(request, cast("Exception", error))
         self._collect(error)
         while not self._wake.empty():  # what was added before does not try again
             self._wake.get()
@@ -215,6 +243,9 @@ class InBackground(EngineFacts):
     _loop: Loop | None
     _watcher: weakref.ref[Background] | None = None
 
+    def _open(self) -> Loop:
+        raise NotImplementedError
+
     @in_turn
     def background(self) -> Background:
         """Start a thread that steps this engine, so that a cell can add requests while others run:
@@ -222,6 +253,12 @@ class InBackground(EngineFacts):
             with eng.background() as bg:
                 a, b = bg.add("def read(path):"), bg.add("class Tree:")  # they run now, together
                 a.result()  # or: for token in a; await a; async for token in a
+            # here both have finished
+
+        The end of the block waits for what has not finished, and so do `drain()` and
+        `close(wait=True)`; an error or an interrupt in the block, and `close()`, abort it. Leaving
+        a loop over a Running's tokens before the end aborts that request. The id in `running.id`
+        is the one of `eng.requests`.
 
         Everything else of the engine stays usable meanwhile, from any thread: a call waits for the
         step that is running, no longer. RuntimeError where there is one already.
@@ -237,14 +274,15 @@ class InBackground(EngineFacts):
         live._lasting = True  # a stream had started it
         return live
 
-    @completes(Sampling)
+    @completes(Sampling, defaults=SAMPLING)
     def astream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
         timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
     ) -> AsyncIterator[StreamedToken]:
         """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
-        and what it awaits at the same time runs in the same steps. Closing or dropping the iterator,
-        or cancelling its task, aborts the request.
+        and what it awaits at the same time runs in the same steps. Closing or dropping the
+        iterator, or cancelling its task, aborts the request: `await tokens.aclose()` returns once
+        it has ended; dropping and cancelling do not wait, and it ends after the step that runs.
 
         It runs in the engine's Background; where there is none, in one that lasts as long as the
         iterator.
@@ -263,7 +301,7 @@ class InBackground(EngineFacts):
 
     def _start(self, lasting: bool) -> Background:
         self._open()
-        made = Background(self, lasting)
+        made = Background(cast("Engine", self), lasting)
         self._watcher = weakref.ref(made)
         return made
 
@@ -271,7 +309,7 @@ class InBackground(EngineFacts):
     def _busy(self) -> bool:
         """Whether a step has anything to do."""
         loop = self._loop
-        return loop is not None and bool(loop.rt.scheduler.unfinished or loop.flights)
+        return loop is not None and bool(loop.unfinished or loop.flights)
 
     def _work_came(self) -> None:
         if (live := self._background) is not None:
@@ -287,9 +325,11 @@ class InBackground(EngineFacts):
 
 
 def close_all() -> None:
-    """At the interpreter's end: no thread is in a kernel any more."""
+    """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel
+    when it is taken down."""
     for background in list(_LIVE):
-        background.close()
+        if not background.closed:
+            background._eng.close()
 
 
 atexit.register(close_all)

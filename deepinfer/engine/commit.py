@@ -44,12 +44,15 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if flight.sink is None else flight.sink.snapshots()
+        broken = set() if flight.sink is None else flight.sink.broken()
         for i in landing:
-            rt.reuse.learn(shares[i].request, written[i], seen.get(shares[i].request.id, {}))
+            id = shares[i].request.id
+            rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}), id not in broken)
     for i in landing:
         if shares[i].request.finished:
             stats.ended(shares[i].request)
             rt.scheduler.release(shares[i].request)
+            rt.room.free(shares[i].request)  # whatever the scheduler does
         else:
             rt.room.trim(shares[i].request)
 
@@ -69,26 +72,40 @@ def settled(share: Share) -> Share:
 
 
 def undo(rt: Runtime, flights: list[Flight]) -> None:
-    """After a step that failed: none of these comes to an end. A few rows are simply written again,
-    but more than the rings can step back have overwritten places that held their own history: such
-    a request waits and starts over, in no page that others may read."""
-    for flight in flights:
-        for share in flight.shares:
-            request = share.request
-            if request.finished:
-                rt.scheduler.release(request)
-            if request.state != "running":
-                continue
-            written = max([0, *(a.written for a in request.ahead)])
-            request.ahead = ()
-            request.mend()
-            if request.output and stops(rt, request):  # its last token was appended, not looked at
-                rt.room.end(request, request.finish_reason or "stop")
-                rt.scheduler.release(request)
-                continue
-            lost = written - request.stored > rt.limits.backtracking
-            if lost or (not share.decode and request.stored < share.start):
-                rt.room.requeue(request)  # `recover` puts it into its queue
+    """After a step that failed: none of these comes to an end; can be broken off and done again. A
+    few rows are simply written again, but more than the rings can step back have overwritten places
+    that held their own history: such a request waits and starts over, in no page that others may
+    read."""
+    began = {s.request.id: s.start for f in reversed(flights) for s in f.shares if not s.decode}
+    for request in {s.request.id: s.request for f in flights for s in f.shares}.values():
+        if request.state != "running":
+            continue
+        whole = request.mend()
+        alone(request, partial(retell, rt, request))
+        if request.finished or request.output and stops(rt, request):
+            continue  # what it holds goes back, and it is counted, with all that has finished
+        written = max([0, *(a.written for a in request.ahead)])
+        lost = written - request.stored > rt.limits.backtracking
+        if lost or not whole or request.stored < began.get(request.id, 0):
+            rt.room.requeue(request)  # `recover` puts it into its queue
+        request.ahead = ()
+
+
+def retell(rt: Runtime, request: Request) -> None:
+    """Its grammar knows the tokens that were emitted, and no other: where a commit or a question was
+    broken off, nobody can say what it was told."""
+    if request.grammar is None:
+        return
+    state, told = request.compiled.start(), list(request.output)
+    if told and at_eos(rt, request):
+        told.pop()
+    for token in told:
+        if not state.accept(token):
+            raise ValueError(
+                f"request {request.id}: its grammar refuses token {token}, which it had accepted; "
+                "di.check the grammar"
+            )
+    request.grammar = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +194,25 @@ def append(
     if top is not None and (n := request.params.top_logprobs):
         values, ids = top
         request.top_logprobs.append(dict(zip(ids[:n], values[:n])))
-    if stops(rt, request) and request.finish_reason == "stop" or request.grammar is None:
-        return
-    if not request.grammar.accept(token):
+    told = request.grammar is not None and not at_eos(rt, request)
+    if told and not request.grammar.accept(token):
         raise ValueError(
             f"request {request.id}: its grammar refuses token {token}, which it had allowed; di.check the grammar"
         )
-    if request.grammar.done:
-        request.finish("stop")
+    stops(rt, request)
+
+
+def at_eos(rt: Runtime, request: Request) -> bool:
+    """Whether its last token is the end-of-sequence token and ends it. A grammar is not told."""
+    return request.output[-1] == rt.config.eos_token_id and not request.params.ignore_eos
 
 
 def stops(rt: Runtime, request: Request) -> bool:
     """Finish the request if its last token ends it."""
     p = request.params
-    if request.output[-1] == rt.config.eos_token_id and not p.ignore_eos:
+    if at_eos(rt, request):
+        request.finish("stop")
+    elif request.grammar is not None and request.grammar.done:
         request.finish("stop")
     elif len(request.output) >= p.max_tokens or request.known >= rt.limits.model_len:
         request.finish("length")

@@ -12,6 +12,7 @@ launched for their last owner.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -112,6 +113,7 @@ class WorkerDevice(Device):
         self._thread = threading.Thread(target=serve, args=(self._jobs,), name="device", daemon=True)
         self._stop = weakref.finalize(self, self._jobs.put, None)
         self._thread.start()
+        _WORKERS[self._thread] = weakref.ref(self)
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
     def launch(self, work: Callable[[], Any]) -> Job:
@@ -148,6 +150,21 @@ class WorkerDevice(Device):
     def close(self) -> None:
         self._stop()  # behind what is queued
         self._thread.join()
+
+
+# Threads that run, and the devices that they belong to.
+_WORKERS: weakref.WeakKeyDictionary[threading.Thread, weakref.ref[WorkerDevice]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def close_workers() -> None:
+    """At the interpreter's end: a thread that is still in a kernel then would abort the process."""
+    for thread, device in list(_WORKERS.items()):
+        if (open := device()) is not None:
+            open.close()
+        thread.join()
 
 
 def serve(jobs: SimpleQueue[Job | None]) -> None:

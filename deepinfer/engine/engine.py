@@ -14,8 +14,17 @@ from deepinfer import kernels
 from deepinfer.config import EngineConfig
 from deepinfer.engine import opening, scheduler, teacher, weights
 from deepinfer.engine.background import InBackground
+from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.loop import Loop
-from deepinfer.engine.params import Sampling, SamplingParams, params_list, require_salt, require_timeout
+from deepinfer.engine.params import (
+    FORKED,
+    SAMPLING,
+    Sampling,
+    SamplingParams,
+    params_list,
+    require_salt,
+    require_timeout,
+)
 from deepinfer.engine.request import (
     Completion,
     Completions,
@@ -26,16 +35,17 @@ from deepinfer.engine.request import (
 )
 from deepinfer.engine.runtime import Limits, Runtime, start_slots
 from deepinfer.engine.settings import (
+    DEFAULTS,
     LATER,
     Changes,
     Settings,
-    completes,
     require_invariant,
     split_settings,
 )
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -74,7 +84,7 @@ class Engine(InBackground):
     # ------------------------------------------------------------------------------------ making
 
     @classmethod
-    @completes(Changes, Settings)
+    @completes(Changes, Settings, defaults=DEFAULTS)
     def from_pretrained(
         cls, path: str, *, download: bool = False, **settings: Unpack[Settings]
     ) -> Engine:
@@ -92,7 +102,7 @@ class Engine(InBackground):
         return cls(*opening.from_folder(find, str(path), settings))
 
     @classmethod
-    @completes(Changes, Settings)
+    @completes(Changes, Settings, defaults=DEFAULTS)
     def nano(cls, **settings: Unpack[Settings]) -> Engine:
         """The small model that ships with the package: every mechanism of the text model, really
         trained.
@@ -108,13 +118,13 @@ class Engine(InBackground):
         return cls(*opening.from_folder(verified, "nano", settings))
 
     @classmethod
-    @completes(Changes, Settings)
+    @completes(Changes, Settings, defaults=DEFAULTS)
     def tiny(cls, seed: int = 0, **settings: Unpack[Settings]) -> Engine:
         """Random weights from a seed, every code path of the release, made in about a second. For tests:
         what it writes is noise; `nano` is trained."""
         return cls(*opening.from_seed(seed, settings))
 
-    @completes(Changes)
+    @completes(Changes, defaults=Kept())
     def with_(self, **changes: Unpack[Changes]) -> Engine:
         """An engine over the same weights and tokenizer with some slots or settings changed. It has its
         own cache, counters and slot copies. device, dtype and keep_quantised would be another copy of the
@@ -129,7 +139,7 @@ class Engine(InBackground):
 
     # ------------------------------------------------------------------------------- generation
 
-    @completes(Sampling)
+    @completes(Sampling, defaults=SAMPLING)
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
         progress: bool | None = None, timeout: float | None = None, salt: str | None = None,
@@ -155,9 +165,8 @@ class Engine(InBackground):
                     requests.append(error)
             self._drain([r for r in requests if isinstance(r, Request)], progress)
         finally:  # an interrupt or a fault must not leave half a batch in the engine
-            for r in requests:
-                if isinstance(r, Request):
-                    self._forget(r)
+            for r in (r for r in requests if isinstance(r, Request)):
+                self._forget(r)
         done = Completions(
             self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
         )
@@ -175,12 +184,13 @@ class Engine(InBackground):
                 shown.update(now - done)
                 done = now
 
-    @completes(Sampling)
+    @completes(Sampling, defaults=SAMPLING)
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
         timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
     ) -> int:
-        """Queue one prompt; returns the request id. Raises ValueError for a bad prompt or value.
+        """Queue one prompt; returns the request id, which is `.index` of the Completion that `step`
+        gives. Raises ValueError for a bad prompt or value.
 
         timeout: seconds from now after which it ends, before a step, with finish_reason 'timeout' and
         what it had emitted. A clock is read only where one is given. salt: with prefix_cache=True,
@@ -191,24 +201,11 @@ class Engine(InBackground):
 
     @in_turn
     def step(self) -> list[Completion]:
-        """Run one step (nothing, when nothing waits); returns the requests it finished (not those of
-        a Background). With overlap=True a call launches a step and gives the results of the one before."""
+        """Run one step (nothing, when nothing waits); returns the requests it finished, the id that
+        `add` returned as `.index` of each (not those of a Background). With overlap=True a call
+        launches a step and gives the results of the one before."""
         self._step()
-        requests = self._open().requests
-        finished = [r for r in requests.values() if r.finished]
-        for r in finished:
-            del requests[r.id]
-        return [self._completion(r.id, r) for r in finished]
-
-    @property
-    def requests(self) -> dict[int, Request]:
-        """Requests that are not done with, by id, as they are now; for reading."""
-        return {} if self._loop is None else dict(self._loop.requests)
-
-    @property
-    def unfinished(self) -> int:
-        """Requests waiting or running, or finished with their completion not handed out by `step` yet."""
-        return len(self.requests)
+        return [self._completion(r.id, r) for r in self._open().hand_out()]
 
     @in_turn
     def abort(self, id: int) -> Completion:
@@ -217,7 +214,7 @@ class Engine(InBackground):
         self._forget(request)
         return self._completion(id, request)
 
-    @completes(Sampling)
+    @completes(Sampling, defaults=FORKED)
     @in_turn
     def fork(
         self, id: int, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
@@ -229,22 +226,21 @@ class Engine(InBackground):
         prefix_cache=True both share the pages they have in common; without it, these tokens are
         computed again. KeyError if unknown.
         """
+        return self._fork(id, params, sampling).id
+
+    def _fork(self, id: int, params: SamplingParams | None, sampling: Any) -> Request:
         parent = self._known(id)
         if params is None:
             params = dataclasses.replace(parent.params, **{"seed": None, **sampling})
         elif sampling:
             params = params_list(params, sampling, 1)[0]  # says that it is one or the other
+        else:
+            params = params_list(params, {}, 1)[0]
         child = self._open().fork(parent, params)
         self._work_came()
-        return child.id
+        return child
 
-    def _known(self, id: int) -> Request:
-        requests = self.requests
-        if id not in requests:
-            raise KeyError(f"no request {id} is waiting or running: {sorted(requests)} are")
-        return requests[id]
-
-    @completes(Sampling)
+    @completes(Sampling, defaults=SAMPLING)
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
         timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
@@ -260,11 +256,12 @@ class Engine(InBackground):
         try:
             yield None
             while True:
-                while shown < len(request.output):
+                last = request.finished  # asked first: another thread may be the one that steps
+                while shown < len(request.logprobs):
                     token = request.output[shown]
                     yield StreamedToken(token, text.push(token), request.logprobs[shown])
                     shown += 1
-                if request.finished:
+                if last:
                     break
                 self._step()
             if request.error is not None:
@@ -279,7 +276,11 @@ class Engine(InBackground):
         loop = self._open()
         deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
         request = loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
-        self._work_came()
+        try:
+            self._work_came()
+        except BaseException:  # an interrupt: nobody knows its id
+            loop.forget(request)
+            raise
         return request
 
     @in_turn
@@ -357,6 +358,7 @@ class Engine(InBackground):
             self._runtime = Runtime(
                 self._shared.model, self._settings, self._started, self._limits, self._shared.fingerprint
             )
+            self._runtime.stats.facts = facts_of(self)
         return self._runtime
 
     def _open(self) -> Loop:
@@ -375,17 +377,6 @@ class Engine(InBackground):
         self._closed = True
         if loop is not None:
             loop.close()
-
-    def __copy__(self) -> Engine:
-        raise TypeError("a copy would share cache and requests: use eng.with_(), which shares the weights alone")
-
-    def __deepcopy__(self, memo: Any) -> Engine:
-        return self.__copy__()
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an engine cannot be pickled: in the other process make one from eng.source with eng.settings"
-        )
 
     def __enter__(self) -> Engine:
         return self

@@ -17,15 +17,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from deepinfer.engine.keywords import NEAR
 
 if TYPE_CHECKING:
     from deepinfer.measure.table import Table
 
 PREFIX = "DEEPINFER_"
 FALSE = ("0", "", "false", "False")
+LIKE_NO = ("0", "", "false", "f", "no", "n", "off", "none", "null", "disable", "disabled")
+RULE = "a bool is false for 0, false, False and an empty text, and true for every other"
 DRAFTS = 5  # DeepInfer's USE_NEXTN_DECODE where it is not set
 
 
@@ -35,6 +40,11 @@ DRAFTS = 5  # DeepInfer's USE_NEXTN_DECODE where it is not set
 def boolean(text: str) -> bool:
     """DeepInfer's rule: false for "0", "", "false" and "False", true for anything else."""
     return text not in FALSE
+
+
+def mistaken(text: str) -> bool:
+    """Whether a text looks like a no and counts as true: `no`, `off`, `FALSE`, ` 0`."""
+    return boolean(text) and text.strip().lower() in LIKE_NO
 
 
 def real(text: str) -> float:
@@ -156,7 +166,7 @@ VARIABLES: tuple[Variable, ...] = (
     _refused("PREFILL_ANY_ATTEMPT_INTERVAL", "int", 100, _BALLOT),
     _refused("NUM_STATE_SLOTS_RATIO", "float", 1.2, "there is one state slot a sequence"),
     _field("ZERO_OVERHEAD_SCHEDULING", "bool", False, "overlap",
-           "the next step is launched before the last one is read; di.LLM's default is on"),
+           "di.LLM: on unless this says 0; launches a step before the last one is read"),
     _refused("GC_INTERVAL_STEP", "int", 1000, "Python collects its garbage when it likes; see gc"),
     _refused("RINGBUFFER_WARNING_INTERVAL", "int", 60, "needs several processes"),
     _refused("LOGGING_INTERVAL_STEP", "int", 100, _LOGS),
@@ -243,7 +253,8 @@ class Found:
 
 
 def read(environ: Mapping[str, str]) -> Found:
-    """Every DEEPINFER_* variable of `environ`, converted and checked.
+    """Every DEEPINFER_* variable of `environ`, converted and checked. Warns where a text that looks
+    like a no counts as true.
 
     Raises ValueError naming the variable: unknown (with the nearest name), a text that is no value
     of it, or a value that this engine cannot give.
@@ -253,6 +264,9 @@ def read(environ: Mapping[str, str]) -> Found:
         if name not in BY_NAME:
             raise ValueError(_unknown(name))
     values = {name: BY_NAME[name].convert(text) for name, text in texts.items()}
+    for name, text in texts.items():
+        if BY_NAME[name].kind == "bool" and mistaken(text):
+            warnings.warn(f"{name}={text!r} counts as true: {RULE}", stacklevel=3)
     drafts = _at_least(0, values, "USE_NEXTN_DECODE")
     context = _at_least(1, values, "PREFILL_MAX_SUM_SEQLEN_K")
     for name, value in values.items():
@@ -303,21 +317,24 @@ def _check(variable: Variable, value: Any, drafts: int) -> None:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, BY_NAME, 1)
+    names = [v.name for v in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), names, 1, NEAR)
     listed = "EngineConfig.environment() lists those there are"
-    hint = f"did you mean {close[0]}?" if close else listed
+    hint = f"did you mean {PREFIX}{close[0]}?" if close else listed
     return f"{name}: no such variable is documented; {hint}"
 
 
 def table() -> Table:
-    """One row per documented variable: what it becomes here, or what a refusal says."""
+    """One row per documented variable: what it becomes here, or what a refusal says. The defaults
+    are DeepInfer's."""
     from deepinfer.measure.table import Table
 
     rows = [
         dict(variable=v.name, here=_here(v), note=v.note, default=_shown(v.default), type=v.kind)
         for v in VARIABLES
     ]
-    return Table(rows, title=f"{PREFIX}... variables of DeepInfer 0.1.0 and what they become here")
+    title = f"{PREFIX}... variables of DeepInfer 0.1.0 and what they become here; {RULE}"
+    return Table(rows, title=title)
 
 
 def _here(variable: Variable) -> str:

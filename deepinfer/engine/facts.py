@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
@@ -12,12 +13,15 @@ from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode
 from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from deepinfer.engine.loop import Loop
+    from deepinfer.engine.request import Request
     from deepinfer.measure.table import Table
 
 
@@ -28,6 +32,7 @@ class EngineFacts:
     _settings: EngineConfig
     _slots: dict[str, Any]
     _runtime: Runtime | None
+    _loop: Loop | None
     _closed: bool
     _turns: Turns
 
@@ -84,14 +89,16 @@ class EngineFacts:
 
     @property
     def stats(self) -> Stats:
-        return Stats() if self._runtime is None else self._runtime.stats
+        """What it counts and how long it took; tables with the engine's facts as provenance."""
+        return Stats(facts=facts_of(self)) if self._runtime is None else self._runtime.stats
 
     @property
     def cache(self) -> CacheReport:
         """The prefix cache in numbers: hits, tokens that were not computed, pages and snapshots
         held, evictions. All 0 without prefix_cache=True. `clear_cache` empties it."""
         reuse = None if self._runtime is None else self._runtime.reuse
-        return CacheReport() if reuse is None else reuse.report()
+        report = CacheReport() if reuse is None else reuse.report()
+        return dataclasses.replace(report, facts=facts_of(self))
 
     @in_turn
     def clear_cache(self) -> None:
@@ -128,6 +135,26 @@ class EngineFacts:
         rows = [dict(part=p, component=c, bytes=b) for p, c, b in parts]
         return Table(rows, provenance=self._provenance())
 
+    @property
+    def requests(self) -> dict[int, Request]:
+        """Requests that are not done with, by id, as they are now; for reading."""
+        return {} if self._loop is None else dict(self._loop.requests)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests waiting or running, or finished with their completion not handed out by `step` yet."""
+        return len(self.requests)
+
+    def _known(self, id: int) -> Request:
+        """A request by its id. KeyError where it has ended, or never was."""
+        requests = self.requests
+        if id in requests:
+            return requests[id]
+        there = f"those that are: {', '.join(map(str, sorted(requests)))}" if requests else "none is"
+        if isinstance(id, int) and 0 <= id < (0 if self._loop is None else self._loop._count):
+            raise KeyError(f"no request {id}: it has ended and was handed out or aborted; {there} here now")
+        raise KeyError(f"no request {id!r} is waiting or running; {there}")
+
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of raw text, with bos in front unless told otherwise; no chat template.
 
@@ -148,6 +175,17 @@ class EngineFacts:
         from deepinfer.measure.trace import trace_names
 
         return trace_names(self.config, self._slots["verifier"].max_draft > 0)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("a copy would share cache and requests: use eng.with_(), which shares the weights alone")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be pickled: in the other process make one from eng.source with eng.settings"
+        )
 
     def __repr__(self) -> str:
         from deepinfer.display.engine import engine_text

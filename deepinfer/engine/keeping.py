@@ -3,8 +3,9 @@
 A hit ends at a snapshot, and in the release one takes the bytes of 3,000 tokens of block KV. So a
 request leaves them only where somebody is likely to begin:
 
-    branch    where the pages that others have left of its tokens end. What two prompts share, a
-              third is likely to share too: it then begins right there
+    branch    where the pages that others have left of its tokens end, and back to the `bound` of
+              that length. What two prompts share, a third is likely to share too: it then begins
+              right there or, with few tokens of its own, at its own bound
     repeat    the last page end that the same prompt can use: `bound(prompt)`
     tail      from `bound(length)` to the last page end that it has reached: for the next turn, and
               for the request itself once it has given way. They move along: one that falls behind
@@ -59,7 +60,7 @@ class Keeping:
         """What a snapshot at this page end is to the request: 'branch', 'repeat', 'tail', 'spare',
         or None, which is none."""
         mine = request.prefix
-        if at == mine.branch:
+        if self.bound(mine.branch) <= at <= mine.branch:
             return "branch"
         if at == self.bound(len(request.prompt)):
             return "repeat"
@@ -78,6 +79,13 @@ class Keeping:
             mine.branch = shared
         if at:
             self._wanted(keys[at // self.page_size - 1], request)
+        self.move_on(request)  # its tail from before it gave way
+        here = [keys[p // self.page_size - 1] for p in mine.tail]
+        mine.tail = [
+            p
+            for p, key in zip(mine.tail, here)
+            if key in self.store and request.id in self.tails.get(key, ())
+        ]
 
     def keep(
         self, request: Request, keys: Sequence[bytes], at: int, role: str, new: Snapshot | None
@@ -98,14 +106,17 @@ class Keeping:
         elif role == "tail" and (not there or key in self.tails):
             holders = self.tails.setdefault(key, set()) if there else set()
             self.tails[key] = holders | {request.id}
-            request.prefix.tail.append(at)
+            if at not in request.prefix.tail:
+                request.prefix.tail.append(at)
             self.spare.pop(key, None)
         elif role == "spare" and not there:
             self._make_spare(key)
 
-    def move_on(self, request: Request, keys: Sequence[bytes]) -> None:
-        """The request has become longer: what was its tail and fell behind is dropped."""
+    def move_on(self, request: Request) -> None:
+        """The request has become longer: what was its tail and fell behind is dropped. After it
+        gave way its tail may lie past what is computed again; its keys reach as far all the same."""
         mine, edge = request.prefix, self.bound(request.known)
+        keys = mine.keys
         for at in [p for p in mine.tail if p < edge]:
             mine.tail.remove(at)
             key = keys[at // self.page_size - 1]
@@ -119,7 +130,8 @@ class Keeping:
                     self._make_spare(key)
                 else:
                     self.store.evict(key)
-        for at in (mine.branch, self.bound(len(request.prompt))):  # used after the tail
+        branch = range(self.bound(mine.branch), mine.branch + 1, self.page_size)
+        for at in (*branch, self.bound(len(request.prompt))):  # used after the tail
             if 0 < at <= len(keys) * self.page_size:
                 self.store.get(keys[at // self.page_size - 1])
 

@@ -174,7 +174,8 @@ class LLM:
 
     @staticmethod
     def arguments() -> Table:
-        """Every documented argument: its default, what it becomes here, or why it is refused."""
+        """Every documented argument: its default, what it becomes here, or why it is refused.
+        `.to_text()` has every row and the notes whole."""
         return llm_args.table()
 
     # ------------------------------------------------------------------------------- generation

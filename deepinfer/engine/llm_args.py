@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import environment
+from deepinfer.engine.keywords import NEAR
 from deepinfer.engine.runtime import DEFAULT_MODEL_LEN
 from deepinfer.engine.scheduler import DecodeOrder
 from deepinfer.slots.protocols import SLOTS
@@ -194,7 +195,7 @@ def _rows(args: Mapping[str, Any], drafts: int, config: ModelConfig) -> Any:
 
 def _unknown(name: str) -> str:
     known = [*BY_NAME, *sorted(_OURS)]
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, NEAR)
     hint = f"did you mean {close[0]!r}?" if close else "LLM.arguments() lists DeepInfer's"
     return f"LLM has no argument {name!r}: {hint}"
 

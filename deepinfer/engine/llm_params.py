@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine import params
+from deepinfer.engine.keywords import NEAR
 from deepinfer.rng import GREEDY_BELOW
 from deepinfer.slots.grammar.none import Free
 
@@ -122,7 +123,7 @@ def _with_named_refusals(cls: Any) -> None:
             if name in params.NOT_YET and name not in known:
                 raise TypeError(f"SamplingParams has no {name!r}: {params.NOT_YET[name]}")
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
+                close = difflib.get_close_matches(name, known, 1, NEAR)
                 hint = f"did you mean {close[0]!r}?" if close else f"they are {', '.join(known)}"
                 raise TypeError(f"SamplingParams has no field {name!r}: {hint}")
         build(self, **given)

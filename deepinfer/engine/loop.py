@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,8 @@ MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before th
 class Loop:
     """requests: those that are not done with, by id; steps: run so far, teacher-forced passes and
     steps that failed among them; flights: those on their way, oldest first; traces: the engine's
-    list, innermost last."""
+    list, innermost last. An error or interrupt at any line, a second one while the first is cleaned
+    up too, leaves the loop usable: what is not done yet the next call does first (`_heal`)."""
 
     def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
         self.rt, self.tokenizer, self.traces = rt, tokenizer, traces
@@ -43,6 +45,8 @@ class Loop:
         self.steps = 0
         self._count = 0
         self._idle = 0
+        self._gone: list[Request] = []  # dropped, and maybe not counted and released
+        self._hurt = False  # a step was broken off, and not all is where it belongs yet
         if rt.reuse is not None:
             rt.reuse.traces = traces
 
@@ -57,6 +61,7 @@ class Loop:
     ) -> Request:
         """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError
         for what this engine cannot run."""
+        self._heal()
         rt, vocab = self.rt, self.rt.config.vocab_size
         params.validate_for(vocab)
         limit = rt.limits.model_len
@@ -73,7 +78,8 @@ class Loop:
         request.prefix.salt = salt
         if params.grammar is not None:
             words = token_bytes(self.tokenizer, vocab)
-            request.grammar = rt.slots["grammar"].compile(params.grammar, words).start()
+            request.compiled = rt.slots["grammar"].compile(params.grammar, words)
+            request.grammar = request.compiled.start()
         request.plan = rt.replay_plan(Prompt(len(ids), wants_all_logits=params.prompt_logprobs))
         if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
             raise ValueError(
@@ -85,9 +91,18 @@ class Loop:
 
     def fork(self, parent: Request, params: SamplingParams) -> Request:
         """Queue a request that goes on from all that this one has so far, in the pages of it that
-        are known. Raises ValueError where nothing is left to generate."""
+        are known. Raises ValueError where nothing is left to generate, and for what the tokens so
+        far do not have."""
+        self._heal()
         done = len(parent.output)
         params.validate_for(self.rt.config.vocab_size)
+        for name in ("top_logprobs", "prompt_logprobs"):
+            had, asked = getattr(parent.params, name), getattr(params, name)
+            if done and asked != had:
+                raise ValueError(
+                    f"fork of request {parent.id}: {name}={asked} was given, and the {done} tokens "
+                    f"so far were computed with {name}={had}; leave it out"
+                )
         if params.grammar != parent.params.grammar:
             raise ValueError(
                 f"fork of request {parent.id}: another grammar was given, and what is written so far "
@@ -105,7 +120,7 @@ class Loop:
             seed = rng.request_seed(self.rt.settings.seed, self._count)
         child = dataclasses.replace(
             parent, id=self._count, params=params, seed=seed, state="waiting", pages=[], slot=0,
-            draft=None, preemptions=0, deadline=None,
+            draft=None, preemptions=0, deadline=None, finish_reason=None, error=None,
             prefix=Prefix(parent.prefix.salt, parent.prefix.images),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             **{name: list(getattr(parent, name)) for name in SO_FAR},
@@ -122,9 +137,10 @@ class Loop:
             )
         self._count += 1
         try:
-            self.requests[request.id] = request
-            rt.stats.arrived(request)
-            rt.scheduler.add(request)
+            with self._whole():
+                self.requests[request.id] = request
+                rt.stats.arrived(request)
+                rt.scheduler.add(request)
             return request
         except BaseException:  # an interrupt: whoever asked does not know its id
             self.forget(request)
@@ -135,23 +151,38 @@ class Loop:
         back what it held."""
         reason = "abort" if error is None else "error"
         try:
-            self.requests.pop(request.id, None)
-            if not request.finished:
-                request.finish(reason, error)
-                self.rt.stats.ended(request)
-                self.rt.scheduler.release(request)
+            with self._whole():
+                self.requests.pop(request.id, None)
+                self._end(request, reason, error)
         except BaseException:  # an interrupt at any line: it is gone all the same
             self.requests.pop(request.id, None)
             if not request.finished:
                 request.finish(reason, error)
-            request.pages, request.slot = [], 0
-            self._set_right()
+            self._gone.append(request)
+            self._hurt = True
+            self._heal()
             raise
 
-    def _set_right(self) -> None:
-        """Pools and queues hold what the requests say, and nothing else."""
-        self.rt.room.recover(self.requests.values())
-        self.rt.scheduler.recover(self.requests.values())
+    def hand_out(self) -> list[Request]:
+        """Take out the requests that have finished."""
+        finished = [r for r in self.requests.values() if r.finished]
+        for request in finished:
+            self.forget(request)
+        return finished
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """Finish a request, if it has not, count it, and take back what it holds: whatever a
+        scheduler forgets, no page is lost."""
+        if not request.finished:
+            request.finish(reason, error)
+            self.rt.scheduler.release(request)
+        self.rt.stats.ended(request)
+        self.rt.room.free(request)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests waiting or running; a scheduler of your own may have lost some."""
+        return sum(not r.finished for r in self.requests.values())
 
     # ----------------------------------------------------------------------------------- steps
 
@@ -160,9 +191,9 @@ class Loop:
         overlap=True the one before, else this one. An error or interrupt at any line loses no page,
         slot or request."""
         rt = self.rt
-        record = rt.stats.begin(self.steps)
         pending = bool(self.flights)
-        try:
+        with self._whole():  # wherever it breaks off: no page, slot or request is lost
+            record = rt.stats.begin(self.steps)
             self._expire()
             schedule = self._schedule(record)
             if schedule.shares:
@@ -175,26 +206,20 @@ class Loop:
                 if rt.settings.overlap:
                     rt.stats.synchronous[why] += 1
                 self._land()
-        except BaseException:  # wherever it was: no page, slot or request is lost
-            self._recover(record)
-            raise
-        idle = schedule.kind == "idle" and not pending and rt.scheduler.unfinished
+        idle = not schedule.shares and not pending and self.unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= MOST_IDLE:
             raise RuntimeError(
                 f"{rt.scheduler!r} scheduled nothing in {self._idle} steps while "
-                f"{rt.scheduler.unfinished} requests wait or run; {rt.pages!r}. Abort them, or look "
-                "at its schedule()"
+                f"{self.unfinished} requests wait or run; {rt.pages!r}. Abort them, or look at its "
+                "schedule() and add()"
             )
 
     def settle(self) -> None:
         """Commit what is on its way."""
-        try:
+        with self._whole():
             while self.flights:
                 self._land()
-        except BaseException:
-            self._recover()
-            raise
 
     def close(self) -> None:
         """Wait for the device; what is on its way comes to nothing."""
@@ -238,21 +263,35 @@ class Loop:
         self.flights.pop(0)
         rt.stats.close(flight.record, rt.scheduler.unfinished)
 
-    def _recover(self, record: StepRecord | None = None) -> None:
-        """After an error or interrupt at any line: nothing is on its way any more, and every page,
-        slot and request is where it belongs."""
-        rt, flights = self.rt, self.flights
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is broken off in here, by an error or interrupt at any line, is put right."""
+        self._heal()
+        self._hurt = True
         try:
-            rt.device.drain()
-        finally:  # an impatient second interrupt: what still runs is in front of what comes
-            launched = [f.record for f in flights]
-            if record is not None and record not in launched:
-                rt.stats.drop(record)
-            for dropped in reversed(launched):
-                rt.stats.drop(dropped)
-            self.flights = []
-            commit.undo(rt, flights)
-            self._set_right()
+            yield
+            self._hurt = False
+        except BaseException:
+            self._heal()
+            raise
+
+    def _heal(self) -> None:
+        """Put right what was broken off: nothing is on its way any more, and every page, slot and
+        request is where it belongs. Each part may be broken off too and is then done again."""
+        if not self._hurt:
+            return
+        rt = self.rt
+        rt.device.drain()
+        rt.stats.recover()
+        commit.undo(rt, self.flights)
+        self.flights = []
+        for request in (*self.requests.values(), *self._gone):
+            if request.finished:
+                rt.stats.ended(request)
+        self._gone = []
+        rt.room.recover(self.requests.values())
+        rt.scheduler.recover(self.requests.values())
+        self._hurt = False
 
     def _expire(self) -> None:
         """End the requests whose time is up. Without a timeout no clock is read."""
@@ -262,8 +301,7 @@ class Loop:
         now = time.monotonic()
         for request in timed:
             if request.deadline is not None and now >= request.deadline:
-                self.rt.room.end(request, "timeout")
-                self.rt.scheduler.release(request)
+                self._end(request, "timeout")
 
     # -------------------------------------------------------------------------- teacher forcing
 
@@ -277,9 +315,10 @@ class Loop:
         self.settle()
         tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
         try:
-            out = teacher.forced_logits(self.rt, ids, prompt, sizes, tap_of)
-            for trace in self.traces:
-                trace.settle(self.steps, {-1: len(ids)})
+            with self._whole():
+                out = teacher.forced_logits(self.rt, ids, prompt, sizes, tap_of)
+                for trace in self.traces:
+                    trace.settle(self.steps, {-1: len(ids)})
         finally:
             self.steps += 1
         return out

@@ -10,6 +10,7 @@ import numbers
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
 
+from deepinfer.engine.keywords import NEAR, Kept, Word
 from deepinfer.rng import GREEDY_BELOW
 
 LARGEST_TOP_K = 2**31 - 1
@@ -144,7 +145,7 @@ def _with_named_refusals(cls: type) -> type:
 def _unknown(name: str, known: list[str]) -> str:
     if name in NOT_YET:
         return f"SamplingParams has no {name!r} yet: {NOT_YET[name]}"
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, NEAR)
     hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(known)}"
     return f"SamplingParams has no field {name!r}: {hint}"
 
@@ -166,8 +167,13 @@ class Sampling(TypedDict, total=False):
     grammar: Any
 
 
+SAMPLING: dict[str, object] = {f.name: f.default for f in fields(SamplingParams)}
+FORKED = Kept(seed=Word("new"))  # of a fork, whose request has its own already
+
+
 def params_list(params: Any, sampling: Any, n: int) -> list[SamplingParams]:
-    """One SamplingParams per prompt. ValueError when both forms are given or the count differs."""
+    """One SamplingParams per prompt. ValueError when both forms are given or the count differs,
+    TypeError for what is no SamplingParams."""
     if params is not None and sampling:
         names = ", ".join(sampling)
         raise ValueError(
@@ -177,8 +183,17 @@ def params_list(params: Any, sampling: Any, n: int) -> list[SamplingParams]:
         params = SamplingParams(**sampling)
     if isinstance(params, SamplingParams):
         return [params] * n
-    each = list(params)
-    if len(each) != n or not all(isinstance(p, SamplingParams) for p in each):
+    each = list(params) if isinstance(params, (list, tuple)) else [params]
+    for p in each:
+        if not isinstance(p, SamplingParams):
+            kind = type(p).__qualname__
+            if kind == SamplingParams.__name__:  # that of di.LLM, or of another package
+                kind = f"{type(p).__module__}.{kind}"
+            hint = ": give its items as keywords" if isinstance(p, dict) else ""
+            raise TypeError(
+                f"params must be SamplingParams, or a list of one per prompt, found {kind} {p!r}{hint}"
+            )
+    if len(each) != n:
         raise ValueError(
             f"params: {len(each)} for {n} prompts; give one SamplingParams, or one per prompt"
         )

@@ -84,12 +84,12 @@ class StepRecord:
 class RequestRecord:
     """One request from `add` to its end. The times are None for what did not happen.
 
-    cached_tokens: prompt tokens found in the prefix cache; gaps: seconds between one emission and
-    the next (the tokens of one step arrive together), kept until the request has finished;
-    itl: their 50th, 90th and 99th percentile then.
+    request: its id; cached_tokens: prompt tokens found in the prefix cache; gaps: seconds between
+    one emission and the next (the tokens of one step arrive together), kept until the request has
+    finished; itl: their 50th, 90th and 99th percentile then.
     """
 
-    id: int
+    request: int
     prompt_tokens: int
     arrived: float
     cached_tokens: int = 0
@@ -128,7 +128,7 @@ class RequestRecord:
     def row(self, times: bool = True) -> dict[str, object]:
         """As a table's row; times=False leaves out what a clock said. Milliseconds."""
         out: dict[str, object] = dict(
-            request=self.id, prompt_tokens=self.prompt_tokens, tokens=self.tokens,
+            request=self.request, prompt_tokens=self.prompt_tokens, tokens=self.tokens,
             finish_reason=self.finish_reason,
         )  # fmt: skip
         if times:

@@ -97,7 +97,8 @@ class Request:
     stored: int = 0
     ahead: tuple[Ahead, ...] = ()
     draft: Any = None
-    grammar: Any = None
+    grammar: Any = None  # its state; `compiled` makes another one
+    compiled: Any = None
     preemptions: int = 0
     deadline: float | None = None
     prefix: Prefix = field(default_factory=Prefix)
@@ -177,17 +178,17 @@ class Request:
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
 
-    def mend(self) -> None:
+    def mend(self) -> bool:
         """After an interrupt in the middle of a commit: lists of one length again, and at least the
-        last token's row left to run."""
+        last token's row left to run. False where its rows have to run again from the first."""
         emitted = min(len(self.output), len(self.logprobs), len(self.steps))
         if self.params.top_logprobs:
             emitted = min(emitted, len(self.top_logprobs))
         for values in (self.output, self.logprobs, self.steps, self.top_logprobs):
             del values[emitted:]
         self.stored = min(self.stored, self.known - 1)
-        if self.wants_prompt_logprobs and self.stored and len(self.prompt_logprobs) != self.stored + 1:
-            self.restart()
+        told = len(self.prompt_logprobs) == self.stored + 1
+        return told or not self.stored or not self.wants_prompt_logprobs
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         self.state, self.finish_reason, self.error = "finished", reason, error
@@ -198,8 +199,10 @@ class Request:
 class Completion:
     """The result of one prompt. text and token_ids are the output alone; logprobs[i] is the model's
     log-probability (temperature 1, after masks) of token i; steps[i] says where it came from.
-    error is set, and finish_reason 'error', where the request failed; what it had emitted stays.
-    cached_tokens: tokens of the prompt that the prefix cache had, so that they were not computed."""
+    index: the place of its prompt in what `generate` was given; from `step`, `abort` or a Running,
+    the request id. error is set, and finish_reason 'error', where the request failed; what it had
+    emitted stays. cached_tokens: tokens of the prompt that the prefix cache had, so that they were
+    not computed."""
 
     index: int
     prompt_token_ids: tuple[int, ...]

@@ -12,12 +12,21 @@ After each commit the pages that have become full are registered, and the window
 their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of
 decode rows out of the rings.
 Rows of a draft that was not accepted lie above `computed` and are in no registered page.
+
+Nothing is served whose numbers nobody has seen finite. A decode row has been seen: its token is
+emitted only if its logits are finite, and what is not finite in a row stays so up to its logits. Of
+a prefill chunk, which has logits of its last row or of none, the window keys of every row are
+looked at as they pass (`Crossings`). A request with one that is not finite registers nothing of that
+chunk and of what comes behind it, which may have read it; when it gives way it begins anew. And
+where logits come out not finite all the same, the pages that the request took over are suspects
+like its own: nobody else begins there until they are computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,13 +73,15 @@ class CacheReport:
     snapshots: int = 0
     snapshot_bytes: int = 0
     snapshot_evictions: int = 0
+    facts: Callable[[], dict[str, object]] = field(default=dict, compare=False)  # of the engine
 
     def table(self) -> Table:
         """name, value rows."""
         from deepinfer.measure.table import Table
 
-        rows = [dict(name=n, value=v) for n, v in dataclasses.asdict(self).items()]
-        return Table(rows, title="prefix cache")
+        counts = [f.name for f in dataclasses.fields(self) if f.name != "facts"]
+        rows = [dict(name=n, value=getattr(self, n)) for n in counts]
+        return Table(rows, title="prefix cache", provenance=self.facts())
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -205,13 +216,18 @@ class Reuse:
         for i, share in enumerate(shares):
             if not share.decode and (ends := self.ends(share)):
                 wanted[i] = ends
-        return Crossings(self.rt.cache, shares, wanted) if wanted else None
+        leaves = any(not s.decode and self.leaves(s.request) for s in shares)
+        return Crossings(self.rt.cache, shares, wanted) if leaves else None
+
+    def leaves(self, request: Request) -> bool:
+        """Whether what it computes now may serve others."""
+        return not self.edited and not request.prefix.edited and self.current(request)
 
     def ends(self, share: Share) -> list[int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet."""
         request, size = share.request, self.page_size
         mine = request.prefix
-        if self.edited or mine.edited or not self.snapshots.budget or not self.current(request):
+        if not self.snapshots.budget or not self.leaves(request):
             return []
         keys = self.keys(request, share.stop)
         return [
@@ -223,12 +239,15 @@ class Reuse:
             or (mine.exact and not old.exact)
         ]
 
-    def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
+    def learn(
+        self, request: Request, written: int, seen: dict[int, Snapshot], finite: bool = True
+    ) -> None:
         """After a commit. written: where the positions end that the step and those on their way have
-        written, drafts too; seen: snapshots by position. What a request that failed has left is not
-        served, and nothing that began before the cache was cleared is registered."""
+        written, drafts too; seen: snapshots by position; finite: no chunk of it was seen broken.
+        What a request that failed has left is not served, and nothing that began before the cache
+        was cleared is registered."""
         mine = request.prefix
-        mine.edited |= self.edited
+        mine.edited |= self.edited or not finite
         if request.error is not None:
             self.disown(request)
         if request.error is not None or mine.edited or not self.current(request):
@@ -244,7 +263,7 @@ class Reuse:
             if (role := self.keeping.role(request, at)) is not None:
                 snapshot = seen.get(at) or self.from_rings(request, at, written)
                 self.keeping.keep(request, keys, at, role, snapshot)
-        self.keeping.move_on(request, keys)
+        self.keeping.move_on(request)
         mine.known = full
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
@@ -259,8 +278,16 @@ class Reuse:
         return Snapshot.from_rings(cache, request.slot, at, exact=mine.exact, **how)
 
     def disown(self, request: Request) -> None:
-        """Nothing that this request has registered is served any more."""
+        """Nothing that this request has registered is served any more. Where its numbers were not
+        finite, what it took over is not either, nor a snapshot at any of its page ends: they may be
+        the cause, and everybody who begins there would fail."""
         mine = request.prefix
+        if isinstance(request.error, ArithmeticError):
+            for key in mine.keys:
+                self.pages.evict(key)
+                self.snapshots.evict(key)
+            mine.known = mine.adopted = 0
+            return
         own = slice(mine.adopted, mine.known)
         for key, page in zip(mine.keys[own], request.pages[own]):
             there = self.pages.get(key)
@@ -270,7 +297,17 @@ class Reuse:
         mine.known = mine.adopted
 
     def clear(self) -> None:
-        """Forget every page and snapshot. Requests that run keep their pages and register nothing."""
+        """Forget every page and snapshot. Requests that run keep their pages and register nothing.
+        Where an interrupt breaks it off, it is cleared all the same."""
+        try:
+            self._clear()
+        except BaseException:
+            self.recover()
+            self.rt.pages.recount()
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
         self.prefix.clear()
         self.keeping.clear()
 

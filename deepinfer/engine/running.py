@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
+from deepinfer.engine.params import require_timeout
 from deepinfer.engine.request import Completion, Request, StreamedToken
 from deepinfer.engine.text import Detokenizer
 
@@ -108,7 +109,10 @@ class Running:
 
         TimeoutError after `timeout` seconds, and it runs on; so it does where a cell that waits
         here is interrupted. Raises what a step raised that is no fault of one request.
+        ValueError for a timeout that is no time.
         """
+        if timeout is not None:
+            timeout = require_timeout(timeout)
         if not self._end.wait(lambda: self._finished, timeout):
             raise TimeoutError(f"{self!r} has not finished in {timeout} s; it runs on")
         return self._outcome()
@@ -122,7 +126,7 @@ class Running:
     def __iter__(self) -> Iterator[StreamedToken]:
         """Its tokens from the first on, as they are committed. Closing or dropping the iterator
         before the end aborts the request, also where a cell is interrupted, as in `eng.stream`.
-        Raises the error that ends it."""
+        Raises the error that ends it. To leave it running, read `.text` or `.token_ids`."""
         tokens = self._tokens()
         next(tokens)  # now it has begun, closing or dropping it aborts the request
         return cast("Iterator[StreamedToken]", tokens)
@@ -142,11 +146,12 @@ class Running:
             self._give_up()
 
     def __aiter__(self) -> AsyncTokens:
-        """As iteration; cancelling the task aborts the request too."""
+        """As iteration; cancelling the task aborts the request too. See `AsyncTokens`."""
         return AsyncTokens(self)
 
     def __await__(self) -> Generator[object, None, Completion]:
-        """As `result`; cancelling the task that waits aborts the request."""
+        """As `result`; cancelling the task that waits aborts the request, after the step that
+        runs: `abort()` or `result()` waits for that."""
         try:
             yield from self._end.heard(lambda: self._finished).__await__()
         finally:
@@ -209,8 +214,9 @@ class Running:
 
 
 class AsyncTokens:
-    """The tokens of a Running as they are committed, an async iterator. The request is aborted where
-    it is closed or dropped before the end, or its task is cancelled."""
+    """The tokens of a Running as they are committed, an async iterator. The request is aborted
+    where it is closed or dropped before the end, or its task is cancelled. `aclose` waits for its
+    end; the other two do not, so it may run until the end of the step that is running."""
 
     def __init__(self, running: Running) -> None:
         self._running, self._read, self._shown = running, running._reader(), 0
@@ -225,8 +231,9 @@ class AsyncTokens:
             raise StopAsyncIteration
         try:
             await running._news.heard(lambda: running._beyond(self._shown))
-        except BaseException:
-            await self.aclose()
+        except BaseException:  # cancelled, which is not held up
+            self._over = True
+            running._give_up()
             raise
         if self._shown == running._committed:
             self._over = True
@@ -236,9 +243,11 @@ class AsyncTokens:
         return self._read(self._shown - 1)
 
     async def aclose(self) -> None:
-        """Read no more; the request is aborted before the next step."""
+        """Read no more: the request is aborted before the next step, and has ended when this
+        returns."""
         self._over = True
         self._running._give_up()
+        await self._running._end.heard(lambda: self._running._finished)
 
     def __del__(self) -> None:
         if not self._over:

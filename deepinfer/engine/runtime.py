@@ -107,8 +107,9 @@ def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> i
 
     One is window * layers records: 128 * 40 * 528 B = 2.58 MiB in the release, 192 KiB in nano
     (64 * 12 rows of 64 floats). The default, 8 for each of max_num_seqs (16) sequences, is then
-    330 MiB and 24 MiB. A request keeps up to 5 in the release (branch, repeat, tail), so 3 are left
-    for spare ones: whoever differs first inside a prompt computes less than half of it again.
+    330 MiB and 24 MiB. In the release a request keeps up to 4 of its own (repeat and tail) and up
+    to 3 where it branches off, which many share. 3 are planned for spare ones: whoever differs
+    first somewhere inside a prompt computes less than half of it again.
     """
     count = settings.num_snapshots
     return (8 * limits.seqs if count is None else count) * snapshot_bytes(cache)

@@ -50,9 +50,12 @@ class Share:
             object.__setattr__(self, "decode", self.emits and one)
 
 
+KINDS = ("prefill", "decode", "mixed", "idle")
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """kind: 'prefill', 'decode', 'mixed' or 'idle'."""
+    """kind: one of KINDS; 'idle' has no shares."""
 
     kind: str
     shares: tuple[Share, ...] = ()
@@ -306,7 +309,10 @@ def resolve(value: Any) -> SchedulerProtocol:
                 f"scheduler={value.__name__}: it cannot be made without arguments ({error}); pass an instance"
             ) from None
     missing = [m for m in METHODS if not callable(getattr(value, m, None))]
-    missing += [] if hasattr(value, "unfinished") else ["unfinished"]
+    try:  # looked up, not asked: before `start` it may have nothing to count
+        inspect.getattr_static(value, "unfinished")
+    except AttributeError:
+        missing.append("unfinished")
     if missing:
         raise TypeError(
             f"scheduler={value!r}: want a name ({', '.join(SCHEDULERS)}), a class or an instance; a "
@@ -318,15 +324,26 @@ def resolve(value: Any) -> SchedulerProtocol:
 def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Room) -> Schedule:
     """The schedule, if an engine can run it. Raises ValueError naming the scheduler and the first
     share that cannot run: it would write where it holds no page, or twice."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"{scheduler!r}.schedule() returned {schedule!r}: want a Schedule, Schedule('idle') where "
+            "nothing can run"
+        )
+    if schedule.kind not in KINDS:
+        raise ValueError(f"{scheduler!r} scheduled a step {schedule.kind!r}: want one of {KINDS}")
     seen: set[int] = set()
     for s in schedule.shares:
-        r = s.request
+        if not isinstance(s, Share):
+            raise TypeError(f"{scheduler!r} scheduled {s!r}: want Shares")
+        r, true = s.request, Share(s.request, s.start, s.stop)
         written = s.stop + (room.lookahead if s.decode else 0)
         laws = [
             (r.state == "running", f"is {r.state}"),
             (r.id not in seen, "is listed twice"),
             (s.start == r.computed < s.stop <= r.length,
              f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens"),
+            ((s.emits, s.decode) == (true.emits, true.decode),
+             f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows"),
             (room.pages_of(written) <= len(r.pages),
              f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to"),
         ]  # fmt: skip
@@ -337,10 +354,8 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
     rows = sum(s.stop - s.start for s in schedule.shares)
     if rows > max(room.max_rows, 1):
         raise ValueError(f"{scheduler!r} scheduled {rows} rows, a step has at most {room.max_rows}")
-    if schedule.shares and schedule.kind not in ("prefill", "decode", "mixed"):
-        raise ValueError(
-            f"{scheduler!r} scheduled rows as {schedule.kind!r}: want prefill, decode or mixed"
-        )
+    if schedule.shares and schedule.kind == "idle":
+        raise ValueError(f"{scheduler!r} scheduled rows as 'idle': want prefill, decode or mixed")
     if schedule.kind == "decode" and not all(s.decode for s in schedule.shares):
         raise ValueError(f"{scheduler!r} scheduled prefill rows in a decode step: call it mixed")
     return schedule

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import inspect
 from typing import Any, TypedDict
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from deepinfer.config import EngineConfig
 from deepinfer.display.notebook import default_dtype, default_seed
 from deepinfer.engine import scheduler
+from deepinfer.engine.keywords import NEAR
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -20,6 +20,9 @@ DEFAULT_SLOTS = {
     "attention": "csa2", "experts": "local", "verifier": "off",
     "replay": "exact", "sampler": "philox", "grammar": "none",
 }
+DEFAULTS: dict[str, Any] = {
+    **DEFAULT_SLOTS, **{f.name: f.default for f in dataclasses.fields(EngineConfig)}
+}  # fmt: skip
 LATER: dict[str, str] = {}  # settings that no engine has yet, with what they will do
 
 
@@ -63,12 +66,14 @@ def split_settings(
     fields = {f.name for f in dataclasses.fields(EngineConfig)}
     for name in given:
         if name not in fields and name not in SLOTS:
-            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1)
+            close = difflib.get_close_matches(name, [*fields, *SLOTS], 1, NEAR)
             hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
             raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
     settings = {k: v for k, v in given.items() if k in fields}
     if not isinstance(settings.get("scheduler", ""), str):  # an engine's is a copy of its own
         settings["scheduler"] = copy.copy(scheduler.resolve(settings["scheduler"]))
+    if given.get("prefix_cache") is False:  # and what belongs to it
+        settings.setdefault("num_snapshots", None)
     if base is None:
         if default_seed() is not None:
             settings.setdefault("seed", default_seed())
@@ -77,25 +82,6 @@ def split_settings(
         config = dataclasses.replace(base, **settings)
     chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
     return config, chosen
-
-
-def completes(keywords: type, *more: type):
-    """Decorator: spell the fields of a TypedDict out in a method's runtime signature, so that help()
-    and a notebook's completion show them as a type checker does."""
-
-    def put(method):
-        signature = inspect.signature(method)
-        known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        fields = {k: t for d in (keywords, *more) for k, t in d.__annotations__.items()}
-        spelt = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
-            for name, kind in fields.items()
-            if name not in signature.parameters
-        ]
-        method.__signature__ = signature.replace(parameters=[*known, *spelt])
-        return method
-
-    return put
 
 
 def require_invariant(slots: dict[str, Any], device: torch.device) -> None:

@@ -7,6 +7,8 @@
     eng.stats.by_step()        a row a step, the last ones            .by_request() a row a request
     eng.stats.timeline()       host and device lanes, idle gaps       .to_json(path), .reset()
 
+A table's provenance says which weights, slots and settings it is of.
+
 Totals are of everything since the engine was made or `reset`. Of single steps and requests the last
 `held_steps` and `held_requests` are kept, and percentiles are of those.
 """
@@ -14,7 +16,7 @@ Totals are of everything since the engine was made or `reset`. Of single steps a
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
@@ -70,6 +72,7 @@ class Stats:
     held_steps: int = HELD_STEPS
     held_requests: int = HELD_REQUESTS
     clock: DeviceClock = field(default_factory=DeviceClock, repr=False)
+    facts: Callable[[], dict[str, object]] = dict  # of the engine, asked where a table is made
 
     def __post_init__(self) -> None:
         self._live: dict[int, RequestRecord] = {}
@@ -86,13 +89,16 @@ class Stats:
         self.host_seconds: dict[str, float] = defaultdict(float)
         self.device_seconds = 0.0
         self.tallies = {name: Tally() for name in ("queue", "TTFT", "TPOT", "latency", "ITL")}
+        self.closed_steps = 0
+        self.ended_requests = 0  # of which there is a record, held or not
         self._preempted = 0  # preemptions up to the step before
+        self._recorded = 0  # preemptions in the records of committed steps
         self._last_stop: float | None = None  # of the step before; None where it left nothing to do
 
     def reset(self) -> None:
         """Count from here on. Requests that are in the engine keep their own records."""
         for f in fields(self):
-            if f.name not in ("held_steps", "held_requests", "clock"):
+            if f.name not in ("held_steps", "held_requests", "clock", "facts"):
                 setattr(self, f.name, Counter() if f.default_factory is Counter else f.default)
         self._clear()
 
@@ -182,8 +188,10 @@ class Stats:
         for phase, start, stop in record.host:
             self.host_seconds[phase] += stop - start
         self.device_seconds += record.device_seconds
+        self._recorded += record.preempted
         self._last_stop = now if unfinished else None
         self.step_records.append(record)
+        self.closed_steps += 1
 
     def drop(self, record: StepRecord) -> None:
         """The step ran nothing, or failed: it is not recorded. Of several the last one first."""
@@ -191,6 +199,13 @@ class Stats:
         self._preempted -= record.preempted
         while self._marks and self._marks[-1][0] is record:  # never walked: a thread may add its own
             self._marks.pop()
+
+    def recover(self) -> None:
+        """After an error or interrupt at any line, with nothing on its way: what was begun and not
+        closed is not recorded. Can be done twice."""
+        self._host.turn(None)
+        self._marks.clear()
+        self._preempted = self._recorded
 
     def _read_marks(self, record: StepRecord) -> None:
         while self._marks and self._marks[0][0].step <= record.step:  # earlier ones were dropped
@@ -239,10 +254,10 @@ class Stats:
 
     def ended(self, request: Request) -> None:
         """A request has finished, for the reason that it says."""
-        self.finished[request.finish_reason] += 1
         live = self._live.pop(request.id, None)
-        if live is None:
+        if live is None:  # counted already
             return
+        self.finished[request.finish_reason] += 1
         live.ended, live.finish_reason = perf_counter(), request.finish_reason
         live.preemptions = request.preemptions
         gaps = sorted(live.gaps)
@@ -259,6 +274,7 @@ class Stats:
             if value is not None:
                 self.tallies[name].add(value)
         self.request_records.append(live)
+        self.ended_requests += 1
 
     # --------------------------------------------------------------------------------- reading
     @property
@@ -312,17 +328,18 @@ class Stats:
 
     def by_step(self, *, times: bool = True) -> Table:
         """A row a step that is held; times=False leaves out what a clock said."""
-        return stats_tables.rows(self.step_records, times, "steps")
+        return stats_tables.rows(self, list(self.step_records), times, "step")
 
     def by_request(self, *, times: bool = True) -> Table:
-        """A row a finished request that is held, as they finished; times as of `by_step`."""
-        return stats_tables.rows(self.request_records, times, "requests")
+        """A row a finished request that is held, as they finished; `request` is the id that `add`
+        returned; times as of `by_step`."""
+        return stats_tables.rows(self, list(self.request_records), times, "request")
 
     def timeline(self, last: int | None = None) -> Timeline:
         """The lanes of the last steps (None: of all that are held)."""
         from deepinfer.engine.timeline import Timeline
 
-        whole = Timeline(self.step_records)
+        whole = Timeline(list(self.step_records), facts=self.facts)
         return whole if last is None else whole[max(len(whole) - last, 0) :]
 
     def line(self, last: int = 100) -> str:

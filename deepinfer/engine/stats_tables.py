@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.display.numbers import counted as number_of
 from deepinfer.display.numbers import fmt
 from deepinfer.engine.records import PHASES, RequestRecord, StepRecord, percentile
 
@@ -31,7 +32,8 @@ def counters(stats: Stats) -> Table:
     """name, value."""
     from deepinfer.measure.table import Table
 
-    return Table([dict(name=n, value=v) for n, v in counted(stats).items()])
+    rows = [dict(name=n, value=v) for n, v in counted(stats).items()]
+    return Table(rows, provenance=stats.facts())
 
 
 def as_text(stats: Stats) -> str:
@@ -79,7 +81,7 @@ def drafts(stats: Stats) -> Table:
     from deepinfer.measure.table import Table
 
     columns = ("depth", "verified", "accepted", "acceptance", "survival")
-    return Table(by_depth(stats), columns)
+    return Table(by_depth(stats), columns, provenance=stats.facts())
 
 
 def by_depth(stats: Stats) -> list[dict[str, Any]]:
@@ -97,8 +99,9 @@ def times(stats: Stats, last: int) -> Table:
 
     whole, recent = speeds_of_all(stats), speeds_of_last(stats, last)
     rows = [dict(name=n, unit=u, all=whole.get((n, u)), last=recent.get((n, u))) for n, u in whole]
-    title = f"speeds; last: of the last {min(last, len(stats.step_records))} steps"
-    return Table(rows, ("name", "unit", "all", "last"), title=title)
+    held = min(max(last, 0), len(stats.step_records))
+    title = f"speeds; last: of {the_last(held, stats.closed_steps, 'step')}"
+    return Table(rows, ("name", "unit", "all", "last"), title=title, provenance=stats.facts())
 
 
 def latencies(stats: Stats) -> Table:
@@ -111,7 +114,8 @@ def latencies(stats: Stats) -> Table:
         row: dict[str, object] = dict(name=name, count=tally.count, mean=milli(tally.mean))
         row |= {f"p{n}": milli(percentile(held, n / 100)) for n in (50, 90, 99)}
         rows.append(row | {"max": milli(tally.most) if tally.count else None})
-    return Table(rows, title="latencies of finished requests, in ms")
+    title = "latencies of finished requests, in ms"
+    return Table(rows, title=title, provenance=stats.facts())
 
 
 def speeds_of_all(stats: Stats) -> dict[tuple[str, str], float | None]:
@@ -164,15 +168,27 @@ def speeds(steps, tokens, prefill_rows, decode_tokens, seconds, host, device) ->
 
 def held_values(stats: Stats, name: str) -> Iterable[float]:
     if name == "ITL":
-        return stats.gaps
+        return list(stats.gaps)
     values = (r.seconds()[name] for r in list(stats.request_records))
     return [v for v in values if v is not None]
 
 
-def rows(records: Iterable[StepRecord] | Iterable[RequestRecord], times: bool, what: str) -> Table:
+def rows(
+    stats: Stats, records: Sequence[StepRecord] | Sequence[RequestRecord], times: bool, what: str
+) -> Table:
     from deepinfer.measure.table import Table
 
-    return Table([r.row(times) for r in list(records)], title=f"the last {what}")
+    many = stats.closed_steps if what == "step" else stats.ended_requests
+    title = the_last(len(records), many, what)
+    title = title if what == "step" else title.replace("request", "finished request")
+    return Table([r.row(times) for r in records], title=title, provenance=stats.facts())
+
+
+def the_last(held: int, many: int, what: str) -> str:
+    """'all 3 steps' or 'the last 100 of 230 steps'."""
+    if held < many:
+        return f"the last {held} of {number_of(many, what)}"
+    return f"all {number_of(many, what)}" if many else f"no {what} yet"
 
 
 def line(stats: Stats, last: int) -> str:
@@ -196,9 +212,13 @@ def line(stats: Stats, last: int) -> str:
 
 
 def as_dict(stats: Stats) -> dict[str, Any]:
-    """Counters, times, steps, requests."""
+    """Where it comes from, counters, times, steps, requests."""
+    from deepinfer.measure import jsonable
+    from deepinfer.measure.provenance import collect
+
     return {
         "format": FORMAT,
+        "provenance": jsonable.plain(collect(**stats.facts())),
         "counters": counted(stats),
         "drafts": by_depth(stats),
         "seconds": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,10 +47,15 @@ class Timeline:
     behind it, -1 behind the last.
 
     busy + idle + no_work + others = span. Raises ValueError where a lane overlaps itself.
-    cut: the records that a slice left out, whose device work is no idle time.
+    cut: the records that a slice left out, whose device work is no idle time. facts: of the engine,
+    for a table's provenance.
     """
 
-    def __init__(self, records: Iterable[StepRecord], cut: Iterable[StepRecord] = ()) -> None:
+    def __init__(
+        self, records: Iterable[StepRecord], cut: Iterable[StepRecord] = (), *,
+        facts: Callable[[], dict[str, object]] = dict,
+    ) -> None:  # fmt: skip
+        self._facts = facts
         self.records: tuple[StepRecord, ...] = tuple(records)
         self._cut: tuple[StepRecord, ...] = tuple(cut)
         host = [(a, b, phase, r.step) for r in self.records for phase, a, b in r.host]
@@ -109,7 +114,8 @@ class Timeline:
             raise TypeError(f"a timeline is cut by a slice, t[-20:]; got {key!r}")
         kept = self.records[key]
         steps = {id(r) for r in kept}
-        return Timeline(kept, (*self._cut, *(r for r in self.records if id(r) not in steps)))
+        cut = (*self._cut, *(r for r in self.records if id(r) not in steps))
+        return Timeline(kept, cut, facts=self._facts)
 
     def table(self) -> Table:
         """A row a step: its load, and milliseconds of host phases, device and the gap before it."""
@@ -122,6 +128,7 @@ class Timeline:
         return Table(
             [{**r.row(), "idle before ms": 1e3 * before[r.step]} for r in self.records],
             title="steps of a timeline",
+            provenance=self._facts(),
         )
 
     # -- exports ---------------------------------------------------------------------------------

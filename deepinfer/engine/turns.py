@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-P, R, S = ParamSpec("P"), TypeVar("R"), TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Turns:

@@ -172,16 +172,20 @@ class Table:
         return plots.series(lines, x=x, y=y, by=by, title=self.title, ax=ax)
 
     def __repr__(self) -> str:
-        from deepinfer.display.text import grid
+        from deepinfer.display.text import SHOWN_CELL, grid
 
-        return grid(*self._shown(), title=self.title, width=SHOWN_WIDTH)
+        columns, rows, numeric, note = self._shown()
+        if any(len(text) > SHOWN_CELL for row in rows for text in row):
+            note = "; ".join(filter(None, [note, "long texts are cut, .to_text() has them whole"]))
+        return grid(columns, rows, numeric, note, title=self.title, width=SHOWN_WIDTH)
 
     def to_text(self) -> str:
-        """Aligned text of every row and column; `repr` shows the first of them."""
+        """Aligned text of every row and column, with every value whole; `repr` shows the first of
+        them and cuts long texts."""
         from deepinfer.display.text import grid
 
         columns, rows, numeric, note = self._shown(len(self))
-        return grid(columns, rows, numeric, note, title=self.title, width=sys.maxsize)
+        return grid(columns, rows, numeric, note, title=self.title, width=sys.maxsize, cell=None)
 
     def _repr_html_(self) -> str:
         from deepinfer.display import html

@@ -74,9 +74,10 @@ def measure(eng: Engine, hit: int, rows: int, rounds: int, clock: str = "wall") 
     chunked = eng.with_(max_num_batched_tokens=hit, **settings)
     first = prompts(eng, 1, hit)[0]
     out = Times(hit, rows)
-    tails = [p[1:] for p in prompts(eng, rounds + 2, rows + 1, skip=hit)]
-    to_first(warm, [*first, *tails[-1]])  # leaves the first tokens in the cache
-    for n, tail in enumerate(tails[:-1]):
+    tails = [p[1:] for p in prompts(eng, rounds + 3, rows + 1, skip=hit)]
+    for tail in tails[-2:]:  # the first leaves pages, the second a snapshot where they part
+        to_first(warm, [*first, *tail])
+    for n, tail in enumerate(tails[:-2]):
         before = warm.cache.hit_tokens
         with_hit = to_first(warm, [*first, *tail], 0, CLOCKS[clock])
         found = warm.cache.hit_tokens - before

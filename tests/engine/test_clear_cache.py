@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from deepinfer.slots.verifier import Fixed
 from engine.overlapped import PARAMS, PROMPTS
 from engine.overlapped import engine as overlapped
 from engine.pool import check, check_empty
+from engine.test_preemption import InterruptAt
 from engine.test_prefix import LONG, cold, crowd, engine, params, same
 from properties.small import poison
 
@@ -137,6 +139,38 @@ def test_a_crowd_with_a_cache_that_is_cleared_now_and_then_is_serial():
 
     crowd(random.Random(2), eng, "two layers", 20, step=step)
     assert len(cleared) > 6 and cleared[-1] > 2
+
+
+def test_an_interrupt_at_any_line_leaves_the_pools_right():
+    """No page is cached without a key, and the cache is cleared all the same."""
+    eng = engine("one layer", num_pages=9, max_num_seqs=2, max_model_len=64, overlap=True)
+    (want,), p = cold("one layer").generate(LONG[:24], params(most=4)), params(most=4)
+    size, line, lines = eng.runtime.pages.size, 0, 0
+    while not lines:
+        line += 1
+        number = eng.add(LONG[:24], p)
+        for _ in range(3):
+            eng.step()
+        assert eng.cache.pages
+        before = sys.gettrace()
+        sys.settrace(InterruptAt(line))
+        try:
+            eng.clear_cache()
+            lines = line
+        except KeyboardInterrupt as error:
+            assert "at a line" in str(error)
+        finally:
+            sys.settrace(before)
+        check(eng)
+        assert eng.cache.pages == eng.cache.snapshots == 0 or line == 1  # before it has begun
+        done = drain(eng)
+        same(done[number], want)
+        if line % 7 == 0:
+            eng.logits(LONG[:40])
+        check_empty(eng)
+        eng.runtime.pages.give(eng.runtime.pages.take(size))  # every page can be had
+        check_empty(eng)
+    assert lines > 30
 
 
 def test_with_steps_on_their_way():

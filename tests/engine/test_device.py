@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -55,3 +57,18 @@ def test_a_device_of_twenty_milliseconds_is_never_idle():
         if overlapped <= 0.03 and overlapped < synchronous:
             break
     assert overlapped <= 0.03 and overlapped < synchronous, (overlapped, synchronous)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", "del eng", "raise SystemExit(0)", "eng.close()"])
+def test_a_process_may_end_with_a_step_on_its_way(ending):
+    """The interpreter stops threads where they are; one in a kernel would take the process along."""
+    lines = [
+        "import deepinfer as di",
+        "eng = di.Engine.tiny(overlap=True)",
+        "eng.add([5] * 300, max_tokens=20)",
+        "eng.step(), eng.step(), eng.step()",
+        ending,
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

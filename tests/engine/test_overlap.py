@@ -54,6 +54,16 @@ def test_any_engine_gives_the_text_that_it_gives_synchronously(knowing, monkeypa
     check_empty(eng)
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_drafts_behind_the_last_token_are_not_counted_as_accepted(knowing, on):
+    """A drafter that is always right: texts end in the middle of its drafts."""
+    knowing.right = 5
+    eng = engine(overlap=on, verifier=Fixed(5))
+    out = eng.generate(PROMPTS, PARAMS)
+    same(out, serial())
+    assert sum(eng.stats.accepted.values()) == sum(c.accepted_drafts for c in out) > 40
+
+
 def test_rejection_too_where_nothing_but_the_order_of_work_differs():
     """Its text depends on how many drafts are verified where, so with pages enough for all."""
     verifier = Fixed(4, rule="rejection")

@@ -110,16 +110,28 @@ def test_a_decode_launch_never_waits_for_the_device(gpu, serial, monkeypatch, ve
         assert not any("promise" in why for why in eng.stats.synchronous)
 
 
-def test_the_host_is_ahead_of_the_device(gpu):
-    """The next step is launched while the device still works: some launch begins before the
-    device's span of the step before it ends."""
-    with gpu.with_(overlap=True, verifier="fixed") as eng:
-        eng.generate(PROMPTS, PARAMS)
-        eng.stats.reset()
-        eng.generate(PROMPTS, PARAMS)
-        t = eng.stats.timeline()
+CYCLES = 800_000_000  # about 0.4 s on an H200: more than its host needs to launch a step
+
+
+def test_the_host_is_ahead_of_a_device_that_is_slower(gpu):
+    """Synchronous, each launch comes when the step before it is over, and a step takes the time of
+    both; overlapped, it comes while the device still works, and a step takes the device's time."""
+    seconds = []
+    for overlap in (False, True):
+        with gpu.with_(overlap=overlap, verifier="fixed") as eng:
+            eng.generate(PROMPTS, PARAMS)
+            eng.runtime.device.finish = lambda: torch.cuda._sleep(CYCLES)
+            eng.stats.reset()
+            eng.generate(PROMPTS, PARAMS)
+            t = eng.stats.timeline()
         assert t.busy + t.idle + t.no_work == pytest.approx(t.span)
         ends = {s.step: s.stop for s in t.device}
         begun = {s.step: s.start for s in t.host if s.what == "launch"}
         ahead = [n for n in begun if n - 1 in ends and begun[n] < ends[n - 1]]
-        assert len(ahead) > len(begun) / 2
+        seconds.append(t.span / len(begun))
+        print(f"overlap {overlap}: {seconds[-1]:.3f} s a step, {len(ahead)} of {len(begun)} ahead")
+        if overlap:
+            assert len(ahead) > 0.8 * (len(begun) - 1) and t.idle_share < 0.03
+        else:
+            assert not ahead
+    assert seconds[1] < seconds[0]

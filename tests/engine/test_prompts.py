@@ -184,7 +184,15 @@ def test_bad_sampling_values_at_the_call(eng):
         eng.generate(IDS, top_logprobs=98)
     with pytest.raises(ValueError, match="temperature.*were both given"):
         eng.generate(IDS, SamplingParams(), temperature=1.0)
-    for params in ([SamplingParams()], [SamplingParams(), {}], [SamplingParams()] * 3):
+    for params, found in (({"max_tokens": 3}, "dict"), ([SamplingParams(), 5], "int"), (7, "int")):
+        with pytest.raises(TypeError, match=f"params must be SamplingParams.*found {found} "):
+            eng.generate([IDS, IDS], params)
+    for call in (eng.add, eng.stream, eng.astream):
+        with pytest.raises(TypeError, match="params must be SamplingParams.*found dict .*keywords"):
+            call(IDS, {"max_tokens": 3})
+    with pytest.raises(TypeError, match="found deepinfer.engine.llm_params.SamplingParams"):
+        eng.add(IDS, di.LLM.SamplingParams())
+    for params in ([SamplingParams()], [SamplingParams()] * 3):
         with pytest.raises(ValueError, match=f"params: {len(params)} for 2 prompts"):
             eng.generate([IDS, IDS], params)
     check_empty(eng)
@@ -251,3 +259,37 @@ def test_text_that_is_no_unicode_is_refused_with_its_index():
     for empty in (torch.zeros(0, dtype=torch.long), torch.zeros(0), np.zeros(0)):
         with pytest.raises(ValueError, match="the prompt is empty"):
             tiny.generate(empty, **GREEDY)
+
+
+def test_a_list_keeps_its_order_and_the_bar_counts_every_token(eng, monkeypatch):
+    """Short ones finish first, one is refused, one stops before its limit: out[i] is input i, and the
+    bar ends full."""
+    seen: list = []
+
+    class Bar:
+        def __init__(self, total, what, show):
+            seen.append((total, what, show))
+
+        def update(self, n):
+            assert n >= 0
+            seen.append(n)
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: seen.append("closed")  # noqa: E731
+
+    monkeypatch.setattr("deepinfer.display.progress.bar", Bar)
+    tokens = (9, 2, 5, 1)
+    each = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in tokens]
+    out = eng.generate([IDS, IDS[:3], [], IDS[:2]], each, progress=True)
+    assert [c.index for c in out] == [0, 1, 2, 3] and "empty" in str(out[2].error)
+    assert [len(c.prompt_token_ids) for c in out] == [4, 3, 0, 2]
+    assert [len(c.token_ids) for c in out] == [9, 2, 0, 1]
+    assert seen[0] == (12, "generate", True) and seen[-1] == "closed" and sum(seen[1:-1]) == 12
+    assert len(seen) >= 2 + 9  # while it runs, not at the end
+    alone = [eng.generate(c.prompt_token_ids, p)[0] for c, p in zip(out, each) if c.error is None]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in out if c.error is None]
+    stops = eng.with_()
+    with stops.trace("logits", edit=lambda x, at: x.index_fill(1, torch.tensor([1]), 1e9)):  # eos
+        seen.clear()
+        stops.generate([IDS], max_tokens=20, progress=True)
+    assert sum(seen[1:-1]) == 20

@@ -103,6 +103,17 @@ def test_the_context_of_a_prefill_step_is_capped():
     assert [len(s.waiting), step(s).kind] == [2, "prefill"]  # 14 alone is more than 10: it goes alone
 
 
+def test_the_cap_counts_context_and_not_rows():
+    """The rows of a second chunk look at those of the first."""
+    s = FCFS(max_context=10)
+    s = s.start(room(pages=40, rows=6))
+    s.add(request(0, 9))
+    s.add(request(1, 3))
+    assert ran(step(s)) == [(0, 0, 6)]
+    assert ran(step(s)) == [(0, 6, 9)]  # 3 rows, 9 of context: 3 more would be 12
+    assert ran(step(s)) == [(1, 0, 3)]
+
+
 def test_the_order_of_decode():
     """Two rows a step: FCFS finishes the first two, DeepInfer's order lets all advance together."""
     for kind, want in ((FCFS, [4, 4, 1, 1]), (DecodeOrder, [3, 3, 2, 2])):
@@ -273,7 +284,7 @@ def wild(change):
         (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 0, 99),)), "and 9 tokens"),
         (lambda s, m: s.preempt(m.shares[0].request) or m, "which is waiting"),
         (lambda s, m: Schedule("decode", m.shares), "prefill rows in a decode step"),
-        (lambda s, m: Schedule("both", m.shares), "as 'both'"),
+        (lambda s, m: Schedule("both", m.shares), "a step 'both'"),
         (lambda s, m: s.room.pages.give(m.shares[0].request.pages[1:])
          or m.shares[0].request.pages.__delitem__(slice(1, None)) or m, "holds 1 pages, 3 are written to"),
     ],
@@ -319,6 +330,45 @@ def test_a_timeout_ends_a_request_and_no_clock_is_read_without_one(monkeypatch):
     now[0] = 7.0
     assert [c.finish_reason for c in eng.generate(PROMPTS, timeout=0, **HOW)] == ["timeout"] * 3
     assert list(eng.stream(PROMPTS[0], timeout=0, **HOW)) == []
+
+
+class Scratch(OneByOne):
+    """Makes its queue where the protocol says that its copy begins."""
+
+    def __init__(self):
+        pass
+
+    def start(self, room):
+        own = type(self)()
+        own.room, own.stack = room, []
+        return own
+
+
+def test_a_scheduler_may_make_its_queues_when_it_starts():
+    out = engine(scheduler=Scratch).generate(PROMPTS[:2], max_tokens=3, temperature=0.0)
+    assert [c.error for c in out] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "made, error, words",
+    [
+        (None, TypeError, r"Slip\(\).schedule\(\) returned None: want a Schedule"),
+        ([], TypeError, r"Slip\(\).schedule\(\) returned \[\]"),
+        (Schedule("foo"), ValueError, "Slip.* scheduled a step 'foo': want one of"),
+        (Schedule("decode", (3,)), TypeError, "Slip.* scheduled 3: want Shares"),
+        (Schedule("decode"), RuntimeError, "Slip.* scheduled nothing in 1000 steps"),
+    ],
+    ids=str,
+)
+def test_a_slip_in_a_schedule_is_named(made, error, words):
+    class Slip(FCFS):
+        def schedule(self):
+            return made
+
+    eng = engine(scheduler=Slip)
+    with pytest.raises(error, match=words):
+        eng.generate(PROMPTS[0], max_tokens=3)
+    check_empty(eng)
 
 
 def test_a_scheduler_that_never_schedules_is_blamed():

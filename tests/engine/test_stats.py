@@ -302,7 +302,7 @@ def test_what_an_engine_records(eng):
     assert any(r.chunked for r in steps) and steps[-1].unfinished == 0
     assert max(r.running for r in steps) == 3 == s.peak_running
     assert max(r.waiting for r in steps) == s.peak_waiting >= 2
-    assert {r.id: (r.prompt_tokens, r.tokens) for r in requests} == {
+    assert {r.request: (r.prompt_tokens, r.tokens) for r in requests} == {
         i: (len(p), 9) for i, p in enumerate(PROMPTS)
     }
     for r in requests:
@@ -353,7 +353,7 @@ def test_every_end_is_recorded(eng):
     other.abort(gone)
     while other.unfinished:
         other.step()
-    reasons = {r.id: r.finish_reason for r in other.stats.request_records}
+    reasons = {r.request: r.finish_reason for r in other.stats.request_records}
     assert reasons == {kept: "length", gone: "abort", late: "timeout"}
     assert other.stats.finished == {"length": 1, "abort": 1, "timeout": 1}
     assert not other.stats._live
@@ -390,7 +390,7 @@ def test_a_fork_is_a_request_behind_all_that_its_parent_had(eng):
     child = other.fork(parent, max_tokens=36, ignore_eos=True)
     while other.unfinished:
         other.step()
-    records = {r.id: r for r in other.stats.request_records}
+    records = {r.request: r for r in other.stats.request_records}
     assert records[child].prompt_tokens == had and records[child].tokens == 36 - (had - 30)
     assert other.stats.tokens == records[parent].tokens + records[child].tokens
     assert 0 < records[child].cached_tokens < had and other.stats.prefix_hit_rate < 1

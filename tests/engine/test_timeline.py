@@ -4,6 +4,7 @@ import json
 import re
 
 import hypothesis.strategies as st
+import deepinfer as di
 import pytest
 from hypothesis import given, settings
 
@@ -208,3 +209,19 @@ def test_text_of_a_known_case():
     assert lines[0] == "Timeline of 1 step in 10 s: device busy 7 s, idle 3 s (30 %)"
     assert lines[1] == "  host   |" + "s" * 10 + "-" * 70 + "p" * 20 + "|"
     assert lines[2] == "  device |" + "." * 10 + "D" * 70 + "." * 20 + "|"
+
+
+def test_the_legend_names_every_letter_that_is_drawn():
+    """Those of steps that a slice left out too."""
+    eng = di.Engine.tiny(device="cpu", overlap=True, max_model_len=64)
+    eng.generate(["The walk", "A cache"], max_tokens=12, ignore_eos=True, seed=1)
+    line = eng.stats.timeline()
+    drawn_others = 0
+    for part in (line, line[3:7], line[5:6]):
+        *_, host, device, legend = repr(part).splitlines()
+        drawn = set(host.split("|")[1] + device.split("|")[1]) - {" "}
+        assert all(f"{letter} " in legend for letter in drawn)
+        assert ("o other steps, which are not shown" in legend) == ("o" in drawn)
+        drawn_others += "o" in drawn
+        assert ("other steps" in part._repr_html_()) == any(g.what == "other steps" for g in part.gaps)
+    assert drawn_others

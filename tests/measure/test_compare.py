@@ -8,7 +8,8 @@ import torch
 
 import deepinfer as di
 from deepinfer.measure import bootstrap
-from deepinfer.measure.compare import row_values
+from deepinfer.measure import compare as compare_module
+from deepinfer.measure.comparison import row_values
 
 PROMPTS = ["The walk of a token", "A cache remembers", "Every page holds entries of keys"]
 
@@ -275,3 +276,41 @@ def test_rows_of_one_engine_that_are_missing_are_missing():
     assert got["agreement"].tolist()[0::2] == [1, 0] and got["agreement"][1].isnan()
     assert got["kl"][0] == 0 and got["kl"][1].isnan() and got["max_dlogit"][2] == 2
     assert got["top_a"].tolist() == [1, -1, 0]
+
+
+def test_the_engines_are_left_as_they_were(engine):
+    """Not their counters, cache, seeds nor requests: copies run, and nothing of them is left."""
+    a, b = engine.with_(prefix_cache=True), engine.with_(attention="dense")
+    waiting = a.add("The walk", max_tokens=4, seed=1)
+    before = (a.stats.to_json(), a.cache, a.kernels, b.stats.to_json(), list(a.requests))
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = compare_module.copy_of
+        patch.setattr(compare_module, "copy_of", lambda e: made.append(real(e)) or made[-1])
+        again = di.compare(a, {"b": b, "a too": a}, PROMPTS[:2], continuation=4)
+        patch.setattr(compare_module, "measured", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            di.compare(a, b, PROMPTS[:1])
+    assert (a.stats.to_json(), a.cache, a.kernels, b.stats.to_json(), list(a.requests)) == before
+    assert b._runtime is None and len(made) == 5 and all(e.closed for e in made)
+    assert a.step() == [] and list(a.requests) == [waiting]
+    same = again.table().where(engine="a too")[0]
+    assert same["changes"] == "" and same["max_dlogit"] == 0
+
+
+def test_what_a_trace_edits_counts_in_the_copy_too(engine):
+    b = engine.with_()
+    assert di.compare(engine, b, PROMPTS[:1], 0).table()[0]["max_dlogit"] == 0
+    with b.trace("layers.0.ffn.out", edit=lambda x, at: x * 0) as trace:
+        assert di.compare(engine, b, PROMPTS[:1], 0).table()[0]["max_dlogit"] > 1e-3
+    assert trace.table()["accepted"] == [len(engine.encode(PROMPTS[0]))]
+
+
+def test_its_tables_say_every_setting_of_every_engine(engine):
+    b = engine.with_(scheduler=di.engine.scheduler.Mixed(max_context=99), fidelity=0)
+    got = di.compare(engine, {"mixed": b}, PROMPTS[:1], continuation=2)
+    for table in (got.table(), got.per_prompt, got.per_token, got.speed()):
+        assert table.provenance["settings"]["scheduler"] == "fcfs"
+        assert table.provenance["weights"] == engine.fingerprint
+        other = table.provenance["engines"]["mixed"]["settings"]
+        assert other["scheduler"] == "Mixed(max_context=99)" and other["fidelity"] == 0

@@ -16,6 +16,7 @@ from deepinfer.slots.signatures import mismatches
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
+SCHEDULES = ("schedule", "preempt", "release")  # methods of a scheduler
 FITS = "its methods fit the protocol"
 
 
@@ -38,12 +39,18 @@ def check(
     The object itself is never used: each law starts a copy. A law for exact objects is run only on
     one that claims exact=True. Where one line of the object's code raises in several laws it is
     told once, and the other laws count as not run. Returns a Report that is truthy iff every law
-    that was run holds. Raises ValueError where `only` is in no law, with the laws.
+    that was run holds. TypeError for a scheduler, which is no slot. Raises ValueError where `only` is in no law, with the laws.
     """
     if isinstance(obj, str):
         if slot is None:
             raise ValueError(f"check({obj!r}): pass slot= with a name, for example slot='verifier'")
         obj = registry(slot).get(obj)
+    if slot is None and all(callable(getattr(obj, m, None)) for m in SCHEDULES):
+        named = obj.__name__ if isinstance(obj, type) else type(obj).__name__
+        raise TypeError(
+            f"{named} is a scheduler, which is a setting and not a slot: di.check has laws for "
+            f"{', '.join(PROTOCOLS)}; an engine checks it at scheduler={named}, and each step of it"
+        )
     slot = slot_of(obj) if slot is None else registry(slot).slot
     if isinstance(obj, type):
         obj = registry(slot)._make(obj)

@@ -145,7 +145,8 @@ def test_first_token_behind_a_hit_computes_the_rest_only(tiny):
     seen = {}
     first, tail = setup.prompts(tiny, 1, 64)[0], [9] * 40
     warm = tiny.with_(prefix_cache=True, num_snapshots=8)
-    first_token.to_first(warm, [*first, 5, *tail])
+    for other in (5, 6):  # from the second on there is a snapshot where they part
+        first_token.to_first(warm, [*first, other, *tail])
     for name, eng, ids, skip in (
         ("hit", warm, [*first, *tail], 0),
         ("chunk", tiny.with_(max_num_batched_tokens=64), [*first, *tail], 1),
