@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +90,18 @@ class Trace:
     def names(self) -> list[str]:
         """Names seen so far, in the order of the walk."""
         return [n for n in self._chosen if n in self._rows]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __bool__(self) -> bool:
+        return True  # a trace that has seen nothing yet is one
 
     def __enter__(self) -> Trace:
         if self in self._engine._traces:

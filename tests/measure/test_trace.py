@@ -24,6 +24,7 @@ def test_names_listed_are_names_seen(kind, engine, drafting, long_text):
     assert t.names == [
         n for n in eng.trace_names() if n.startswith("layers") and n.endswith("attn.out")
     ] + ["logits"]
+    assert [*t] == t.names and len(t) == len(t.names) and "logits" in t and "final" not in t
 
 
 def test_a_value_that_was_not_computed_says_so(engine):
