@@ -21,14 +21,14 @@ class Sizes:
     side_passages: int = 32
     apart: int = 8
     law_passages: int = 1
-    prose_passages: int = 12
+    prose_passages: int = 23
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     length_passages: int = 8
     floored_lengths: int = 1024  # a floor costs as much as a passage: longer prompts have none
     first_prompt: int = 256
-    turns: int = 5
+    turns: int = 6
     turn_tokens: int = 128
-    turn_passages: int = 8
+    turn_passages: int = 16
     free_passages: int = 8
     free_tokens: int = 32
     cost_lengths: tuple[int, ...] = (512, 2048, 8192)

@@ -153,7 +153,7 @@ def test_seconds_by_op_are_of_every_op(eng):
     text = passages(eng, "heldout", 65, 1).ids[0]
     t = where_it_goes(eng, text, {"compact": Bounded()}, [64], 1)
     both = {(r["side"], r["op"]) for r in t if r["seconds"] > 0}
-    assert {op for _, op in both} >= {"attention", "experts", "projections and streams", "other"}
+    assert {op for _, op in both} >= {"attention", "experts", "index masks", "projections and streams", "other"}
     flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
     r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
     assert flops == {row["policy"]: row["flops"] for row in r.plans}
