@@ -24,7 +24,7 @@ class Sizes:
     prose_passages: int = 23
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     length_passages: int = 8
-    floored_lengths: int = 1024  # a floor costs as much as a passage: longer prompts have none
+    floored_lengths: int = 2048  # a floor costs as much as a passage: longer prompts have none
     first_prompt: int = 256
     turns: int = 6
     turn_tokens: int = 128
