@@ -227,8 +227,7 @@ def found(parts: Parts) -> str:
         f"**The default (keep 76) changes {floor('fidelity 0')['kl'] / default['kl']:.0f} times less than whether the "
         f"caches are rounded does**: KL {interval(default, 'kl')} beside {interval(floor('fidelity 0'), 'kl')} (fidelity "
         f"0) and {interval(floor('top-k halved'), 'kl')} (half the index). The likeliest token is the same for "
-        f"{100 * default['agreement']:.1f} % of tokens, and the perplexity is {interval(_percent(default), 'p')} % of itself "
-        "away.",
+        f"{100 * default['agreement']:.1f} % of tokens, and perplexity changes by {interval(_percent(default), 'p')} %.",
         f"**Its tail is long.** Median {number(default['kl_median'])}, p99 {number(default['kl_p99'])}, maximum "
         f"{number(default['kl_max'])}: one token in some thousands changes as much as the worst ones of the floors "
         f"({number(floor('fidelity 0')['kl_max'])}). A mean alone does not show that.",
@@ -251,8 +250,11 @@ def found(parts: Parts) -> str:
         f"**Encoder side.** Replaying the last window of a hit changes KL by {interval(side('encoder'), 'kl')}, both sides "
         f"by {interval(side('both'), 'kl')}, no replay by {interval(side('no replay'), 'kl')}, and giving up a page and "
         f"computing it on an empty window by {interval(side('page given up'), 'kl')}.",
-        f"**Over turns** (turn {last}): chained {interval(turn['chained'], 'kl')}, with fresh pages "
-        f"{interval(turn['fresh'], 'kl')}; the difference is {interval(pairs[0], 'difference')}.",
+        f"**Over turns the error adds up**, since a page that a replay has written is read by all turns behind it. In turn "
+        f"{last} KL is {interval(turn['chained'], 'kl')} with the conversation's own pages and {interval(turn['fresh'], 'kl')} "
+        f"with exact ones, a difference of {interval(pairs[0], 'difference')} on the same tokens; rounding the caches "
+        f"changes {interval(turn['fidelity 0'], 'kl')} there. Giving up a page, which no report calls an approximation, is "
+        f"worse in every turn: {interval(turn['page given up'], 'kl')}.",
         f"**English**, which the model was not trained on: {interval(english, 'kl')} with the default.",
         f"**Drafts**: {interval(default, 'length_change')} expected tokens of a step with the default, "
         f"{interval(row('short 1'), 'length_change')} with no window.",
