@@ -43,6 +43,8 @@ def line(
     ax: Axes, points: Sequence[Row], x: str, y: str, i: int, label: str, fmt: str = "-", size: int = 4
 ) -> None:
     """A column over another with its interval."""
+    if not points:
+        return
     xs, ys = [r[x] for r in points], [max(r[y], FLOOR) for r in points]
     bars = None
     if f"{y}_low" in points[0] and all(r[f"{y}_low"] is not None for r in points):
@@ -79,7 +81,7 @@ def finished(ax: Axes, x: str, y: str, title: str = "", log: bool = True, legend
 
 def panels(count: int, width: float = 10, height: float = 4) -> list[Axes]:
     _, axes = plt.subplots(
-        1, count, figsize=(width, height), dpi=65, layout="constrained", squeeze=False
+        1, count, figsize=(0.84 * width, 0.86 * height), dpi=60, layout="constrained", squeeze=False
     )  # a notebook is less than 400 kB
     return list(axes[0])
 
