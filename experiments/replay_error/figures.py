@@ -81,7 +81,7 @@ def finished(ax: Axes, x: str, y: str, title: str = "", log: bool = True, legend
 
 def panels(count: int, width: float = 10, height: float = 4) -> list[Axes]:
     _, axes = plt.subplots(
-        1, count, figsize=(0.84 * width, 0.86 * height), dpi=60, layout="constrained", squeeze=False
+        1, count, figsize=(width, height), dpi=65, layout="constrained", squeeze=False
     )  # a notebook is less than 400 kB
     return list(axes[0])
 
@@ -165,11 +165,11 @@ def turns(parts: Parts) -> list[Axes]:
     for ax, column in zip(axes, ("kl", "kl_p99")):
         for i, way in enumerate(dict.fromkeys(r["way"] for r in found)):
             fmt = "--" if way == "fidelity 0" else "-"
-            points = [r for r in found if r["way"] == way and r[column] > 1e-8]  # turn 0 has no hit
+            points = [r for r in found if r["way"] == way and r[column] > 1e-5]  # turn 0 has no hit
             line(ax, points, "turn", column, i, str(way), fmt)
         ax.set_xticks(sorted({r["turn"] for r in found}))
         finished(ax, "turn", f"{KL}, {'mean' if column == 'kl' else 'p99'}", legend=ax is axes[0])
-        ax.set_ylim(bottom=min(r[column] for r in found if r[column] > 1e-8) / 4)
+        ax.set_ylim(bottom=min(r[column] for r in found if r[column] > 1e-5) / 4)
     return axes
 
 
