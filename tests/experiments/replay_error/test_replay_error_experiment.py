@@ -8,6 +8,7 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.replay.error import replay_error
 from deepinfer.measure.replay.passes import Passage
+from deepinfer.measure.replay.seconds import replay_seconds
 from deepinfer.measure.table import Table
 from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt
@@ -157,6 +158,12 @@ def test_seconds_by_op_are_of_every_op(eng):
     flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
     r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
     assert flops == {row["policy"]: row["flops"] for row in r.plans}
+
+
+def test_seconds_are_of_the_clock_that_is_given(eng):
+    text, ticks = passages(eng, "heldout", 65, 1).ids[0], iter(range(100))
+    t = replay_seconds(eng, [text], {"compact": Bounded()}, [64], 2, lambda: float(next(ticks)))
+    assert t["seconds"] == [1.0, 1.0] and next(ticks) == 12  # two readings of 3 runs of 2 policies
 
 
 # ------------------------------------------------------------------------------------------ command
