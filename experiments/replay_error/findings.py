@@ -263,8 +263,8 @@ def found(parts: Parts) -> str:
         f"**Over turns the error adds up**, since a page that a replay has written is read by all turns behind it. In turn "
         f"{last} KL is {interval(turn['chained'], 'kl')} with the conversation's own pages and {interval(turn['fresh'], 'kl')} "
         f"with exact ones, a difference of {interval(pairs[0], 'difference')} on the same tokens; rounding the caches "
-        f"changes {interval(turn['fidelity 0'], 'kl')} there. Giving up a page, which no report calls an approximation, is "
-        f"worse in every turn: {interval(turn['page given up'], 'kl')}.",
+        f"changes {interval(turn['fidelity 0'], 'kl')} there. Giving up the hit's last page and "
+        f"computing it on an empty window is worse in every turn with a hit: {interval(turn['page given up'], 'kl')}.",
         f"**English**, which the model was not trained on: {interval(english, 'kl')} with the default.",
         f"**Drafts**: {interval(default, 'length_change')} expected tokens of a step with the default, "
         f"{interval(row('short 1'), 'length_change')} with no window.",
