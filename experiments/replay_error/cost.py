@@ -14,9 +14,11 @@ from deepinfer.measure.replay.error import plan_of
 from deepinfer.measure.table import Table
 from deepinfer.model.engram import Engram
 from deepinfer.model.stack import Layer
+from deepinfer.slots.attention import csa2
 
-# The ops of the formula that a timer of its own sees; the others are one group.
-OWN = ("index", "attention", "experts", "engram")
+# The ops of the formula that a timer of its own sees; the others are one group. The index's FLOPs are those
+# of its scores; its top-k, blocks and masks have none.
+OWN = {"index": "index scores", "attention": "attention", "experts": "experts", "engram": "engram"}
 
 
 class Timer:
@@ -51,8 +53,11 @@ class Timer:
 def watched(eng: Engine, timer: Timer) -> Iterator[None]:
     """Timers around the layers of every engine and around eng's slots while it lasts."""
     attention, experts = type(eng.slots["attention"]), type(eng.slots["experts"])
-    places: list[tuple[type, str, str]] = [
-        (Layer, "forward", "projections and streams"), (attention, "select", "index"),
+    ops = eng.runtime.ops
+    places: list[tuple[Any, str, str]] = [
+        (Layer, "forward", "projections and streams"), (attention, "select", "index masks"),
+        (ops, "index_scores", "index scores"), (ops, "topk", "index top-k"),
+        (ops, "candidate_blocks", "index blocks"), (csa2, "outside", "index blocks"),
         (attention, "attend", "attention"), (experts, "route", "experts"),
         (experts, "forward", "experts"), (Engram, "forward", "engram"),
     ]  # fmt: skip
@@ -109,6 +114,6 @@ def flops_by(engine: Engine, name: str, length: int) -> dict[tuple[str, str], in
             c, layer, length - lowest[layer], length - lowest[layer + 1], length, plan.floor[layer]
         )
         for op, x in adds.items():
-            key = (side, op if op in OWN else "projections and streams")
+            key = (side, OWN.get(op, "projections and streams"))
             out[key] = out.get(key, 0) + 2 * x
     return out

@@ -43,6 +43,8 @@ def line(
     ax: Axes, points: Sequence[Row], x: str, y: str, i: int, label: str, fmt: str = "-", size: int = 4
 ) -> None:
     """A column over another with its interval."""
+    if not points:
+        return
     xs, ys = [r[x] for r in points], [max(r[y], FLOOR) for r in points]
     bars = None
     if f"{y}_low" in points[0] and all(r[f"{y}_low"] is not None for r in points):
@@ -163,11 +165,11 @@ def turns(parts: Parts) -> list[Axes]:
     for ax, column in zip(axes, ("kl", "kl_p99")):
         for i, way in enumerate(dict.fromkeys(r["way"] for r in found)):
             fmt = "--" if way == "fidelity 0" else "-"
-            points = [r for r in found if r["way"] == way and r[column] > 1e-8]  # turn 0 has no hit
+            points = [r for r in found if r["way"] == way and r[column] > 1e-5]  # turn 0 has no hit
             line(ax, points, "turn", column, i, str(way), fmt)
         ax.set_xticks(sorted({r["turn"] for r in found}))
         finished(ax, "turn", f"{KL}, {'mean' if column == 'kl' else 'p99'}", legend=ax is axes[0])
-        ax.set_ylim(bottom=min(r[column] for r in found if r[column] > 1e-8) / 4)
+        ax.set_ylim(bottom=min(r[column] for r in found if r[column] > 1e-5) / 4)
     return axes
 
 
@@ -251,17 +253,22 @@ def error_and_cost(parts: Parts) -> Axes:
 
 
 def seconds(parts: Parts) -> list[Axes]:
-    """CPU milliseconds a token by length, and speedups beside what is predicted."""
+    """CPU milliseconds a token by length, and speedups beside what is predicted. Pale: with torch's top-k."""
     axes, found = panels(2, 11), [dict(r) for r in rows(parts, "cost", "seconds")]
     for r in found:
         r["ms"] = 1e3 * r["seconds"] / r["length"]
-    for i, name in enumerate(dict.fromkeys(r["policy"] for r in found)):
-        points = [r for r in found if r["policy"] == name]
-        line(axes[0], points, "length", "ms", i, str(name))
+    names = list(dict.fromkeys((r["topk"], r["policy"]) for r in found))
+    for i, (topk, name) in enumerate(names):
+        points = [r for r in found if (r["topk"], r["policy"]) == (topk, name)]
+        other = topk != names[0][0]
+        label, fmt = (f"{name}, torch's top-k", "--") if other else (name, "-")
+        line(axes[0], points, "length", "ms", i, label, fmt)
         if name != "exact":
-            line(axes[1], points, "length", "speedup", i, f"{name}, measured")
-            line(axes[1], points, "length", "predicted_flops", i, f"{name}, FLOPs", "--", 0)
-            line(axes[1], points, "length", "predicted_rows", i, f"{name}, rows x layers", ":", 0)
+            line(axes[1], points, "length", "speedup", i, label, fmt)
+        if name == "compact" and not other:
+            for column, words in (("predicted_flops", "FLOPs"), ("predicted_rows", "rows x layers")):
+                style = dict(color="0.3", linestyle=":" if words == "FLOPs" else "-.", linewidth=1)
+                axes[1].plot([r["length"] for r in points], [r[column] for r in points], label=f"compact, by {words}", **style)
     for ax in axes:
         ax.set_xscale("log", base=2)
         at = sorted({r["length"] for r in found})
@@ -269,34 +276,31 @@ def seconds(parts: Parts) -> list[Axes]:
         ax.set_ylim(bottom=0)
     finished(axes[0], "prompt, tokens", "CPU ms a prompt token", log=False)
     finished(axes[1], "prompt, tokens", "speedup over exact", log=False)
-    axes[1].legend(frameon=False, fontsize="x-small", ncols=2)
     return axes
 
 
 def where(parts: Parts) -> list[Axes]:
-    """What the CPU time of a prefill goes into, and its FLOPs, a prompt token."""
-    axes, found = panels(2, 11), rows(parts, "cost", "parts")
-    keys = list(dict.fromkeys((r["length"], r["policy"]) for r in found))
-    kinds = [(s, o) for s in ("encoder", "decoder") for o in dict.fromkeys(r["op"] for r in found)]
-    kinds = [k for k in [*kinds, ("outside", "other")] if any((r["side"], r["op"]) == k for r in found)]
-    ops = list(dict.fromkeys(o for _, o in kinds))
+    """What the CPU time of a prefill goes into, and its FLOPs, a prompt token. Hatched: the decoder."""
+    axes, found = panels(2, 12, 4.6), rows(parts, "cost", "parts")
+    first = found[0]["topk"]
+    keys = list(dict.fromkeys((r["topk"], r["length"], r["policy"]) for r in found))
+    ops = list(dict.fromkeys(r["op"] for r in found))
+    kinds = [(s, o) for s in ("encoder", "decoder") for o in ops if o != "other"]
     for ax, column, scale in ((axes[0], "seconds", 1e3), (axes[1], "flops", 1e-6)):
         left = [0.0] * len(keys)
-        for side, op in kinds:
-            widths = [
-                scale * sum(
-                    r[column] for r in found
-                    if (r["length"], r["policy"], r["side"], r["op"]) == (*key, side, op)
-                ) / key[0]
-                for key in keys
-            ]  # fmt: skip
-            hatch = "//" if side == "decoder" else None
+        for side, op in [*kinds, ("outside", "other")]:
+            some = {
+                (r["topk"], r["length"], r["policy"]): r[column] for r in found if (r["side"], r["op"]) == (side, op)
+            }
+            widths = [scale * some.get(key, 0.0) / key[1] for key in keys]
             ax.barh(
-                range(len(keys)), widths, left=left, height=0.7, color=PALETTE[ops.index(op)], hatch=hatch,
-                edgecolor="white", linewidth=0.3, label=f"{op}, {side}",
+                range(len(keys)), widths, left=left, height=0.7, color=PALETTE[ops.index(op) % len(PALETTE)],
+                hatch="//" if side == "decoder" else None, edgecolor="white", linewidth=0.3,
+                label=op if side != "decoder" else None,
             )  # fmt: skip
             left = [a + b for a, b in zip(left, widths)]
-        ax.set_yticks(range(len(keys)), [f"{p}, {n:,}" for n, p in keys])
+        names = [f"{p}, {n:,}{'' if k == first else ', torch' + chr(39) + 's top-k'}" for k, n, p in keys]
+        ax.set_yticks(range(len(keys)), names if ax is axes[0] else [""] * len(keys))
         ax.invert_yaxis()
         words = "CPU ms a prompt token" if column == "seconds" else "MFLOP a prompt token (formula)"
         finished(ax, words, "", log=False, legend=False)

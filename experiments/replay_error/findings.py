@@ -49,10 +49,9 @@ ERRORS = ("KL mean [95 %]", "median", "p99", "maximum", "top-1 agreement", "perp
 
 
 def errors(row: Row) -> list[str]:
-    percent = {f"p{e}": 100 * (row[f"perplexity_ratio{e}"] - 1) for e in ("", "_low", "_high")}
     return [
         interval(row, "kl"), number(row["kl_median"]), number(row["kl_p99"]), number(row["kl_max"]),
-        f"{row['agreement']:.4f}", interval(percent, "p"),
+        f"{row['agreement']:.4f}", interval(_percent(row), "p"),
     ]  # fmt: skip
 
 
@@ -162,32 +161,33 @@ def divergence(parts: Parts) -> str:
 def seconds(parts: Parts) -> str:
     lines = [
         [
-            f"{r['length']:,}", f"`{r['policy']}`", f"{1e3 * r['seconds'] / r['length']:.2f}", f"{r['speedup']:.2f}",
-            f"{r['predicted_flops']:.2f}", f"{r['predicted_rows']:.2f}", str(r["repeats"]),
+            f"{r['length']:,}", f"`{r['policy']}`", f"`{r['topk']}`", f"{1e3 * r['seconds'] / r['length']:.2f}",
+            f"{r['speedup']:.2f}", f"{r['predicted_flops']:.2f}", f"{r['predicted_rows']:.2f}",
         ]
         for r in rows(parts, "cost", "seconds")
     ]  # fmt: skip
-    head = ["prompt", "policy", "CPU ms a token", "speedup", "by FLOPs", "by rows x layers", "runs"]
+    head = ["prompt", "policy", "top-k", "CPU ms a token", "speedup", "by FLOPs", "by rows x layers"]
     return table(head, lines)
 
 
 def where(parts: Parts) -> str:
-    """CPU microseconds and kFLOP a prompt token by op, both sides together."""
-    found, lines = rows(parts, "cost", "parts"), []
-    for op in dict.fromkeys(r["op"] for r in found):
-        for n in sorted({r["length"] for r in found}):
+    """CPU microseconds and kFLOP a prompt token by op, both sides together, at the longest prompt."""
+    whole, lines = rows(parts, "cost", "parts"), []
+    most = max(r["length"] for r in whole)
+    for topk in dict.fromkeys(r["topk"] for r in whole):
+        for op in dict.fromkeys(r["op"] for r in whole):
             cells = []
             for policy in ("exact", "compact"):
-                some = [r for r in found if (r["op"], r["length"], r["policy"]) == (op, n, policy)]
-                cells.append([sum(r[c] for r in some) for c in ("seconds", "flops")])
+                key = (op, most, policy, topk)
+                some = [r for r in whole if (r["op"], r["length"], r["policy"], r["topk"]) == key]
+                cells.append([sum(r[c] for r in some) / most for c in ("seconds", "flops")])
             (t0, f0), (t1, f1) = cells
-            saved = [f"{t0 / t1:.2f}" if t1 else "", f"{f0 / f1:.2f}" if f1 else ""]
             lines.append(
-                [str(op), f"{n:,}", f"{1e6 * t0 / n:.0f}", f"{1e6 * t1 / n:.0f}", saved[0]]
-                + [f"{1e-3 * f0 / n:,.0f}", f"{1e-3 * f1 / n:,.0f}", saved[1]]
+                [f"`{topk}`", str(op), f"{1e6 * t0:.0f}", f"{1e6 * t1:.0f}", f"{t0 / t1:.2f}" if t1 else ""]
+                + [f"{1e-3 * f0:,.0f}", f"{1e-3 * f1:,.0f}", f"{f0 / f1:.2f}" if f1 else ""]
             )
-    head = ["op", "prompt", "exact, CPU us a token", "compact", "ratio", "exact, kFLOP a token", "compact", "ratio"]
-    return table(head, lines)
+    us, kflop = f"exact, CPU us a token at {most:,}", "exact, kFLOP a token"
+    return table(["top-k", "op", us, "compact", "ratio", kflop, "compact", "ratio"], lines)
 
 
 def law(parts: Parts) -> str:
@@ -196,6 +196,97 @@ def law(parts: Parts) -> str:
         for r in rows(parts, "law")
     ]
     return table(["policy", "(keep - W) / ((n - 1)(W - 1))", "KL, maximum of tokens, float64"], lines)
+
+
+def one(parts: Parts, part: str, policy: str, where: str = "summary", **equal: object) -> Row:
+    (row,) = rows(parts, part, where, policy=policy, **equal)
+    return row
+
+
+def found(parts: Parts) -> str:
+    """The findings in words, their numbers from the results."""
+    row = lambda name: one(parts, "keep", name)  # noqa: E731
+    floor = lambda name: one(parts, "floors", name)  # noqa: E731
+    side = lambda name: one(parts, "sides", name)  # noqa: E731
+    default, vllm, wide = row("n6 keep 76"), row("vLLM"), row("n6 keep 127")
+    (cuts,) = [p for p in rows(parts, "keep", "pairs") if p["second"] == "vLLM"]
+    last = max(r["turn"] for r in rows(parts, "turns"))
+    pairs = [p for p in rows(parts, "turns", "pairs") if p["first"] == f"fresh turn {last}"]
+    turn = {r["way"]: r for r in rows(parts, "turns") if r["turn"] == last}
+    both = {(r["topk"], r["policy"], r["length"]): r for r in rows(parts, "cost", "seconds")}
+    lengths = sorted({n for *_, n in both})
+    by_length = [one(parts, "length", "n6 keep 76", prompt=p) for p in parts["length"].facts["sizes"]["lengths"]]
+    compact, other = ([both[k, "compact", n] for n in lengths] for k in ("partition", "packed_key"))
+    ms = [f"{1e3 * r['seconds'] / r['length']:.2f}" for r in compact]
+    whole, work, index, scores = (
+        [
+            sum(
+                r[column] for r in rows(parts, "cost", "parts", topk="partition", length=lengths[-1], policy=policy)
+                if not only or str(r["op"]).startswith("index")
+            )
+            for policy in ("exact", "compact")
+        ]
+        for only in (False, True) for column in ("seconds", "flops")
+    )  # fmt: skip
+    speedups, others = ([f"{r['speedup']:.2f}" for r in some] for some in (compact, other))
+    predicted = [f"{r['predicted_flops']:.2f}" for r in compact]
+    flops = [f"{1e-6 * r['flops'] / r['length']:.1f}" for r in compact]
+    behind, counts = [format(r["prompt"], ",") for r in by_length], [format(n, ",") for n in lengths]
+    english = one(parts, "prose", "n6 keep 76")
+    lines = [
+        f"**The default (keep 76) changes {floor('fidelity 0')['kl'] / default['kl']:.0f} times less than whether the "
+        f"caches are rounded does**: KL {interval(default, 'kl')} beside {interval(floor('fidelity 0'), 'kl')} (fidelity "
+        f"0) and {interval(floor('top-k halved'), 'kl')} (half the index). The likeliest token is the same for "
+        f"{100 * default['agreement']:.1f} % of tokens, and perplexity changes by {interval(_percent(default), 'p')} %.",
+        f"**Its tail is long.** Median {number(default['kl_median'])}, p99 {number(default['kl_p99'])}, maximum "
+        f"{number(default['kl_max'])}: one token in some thousands changes as much as the worst ones of the floors "
+        f"({number(floor('fidelity 0')['kl_max'])}). A mean alone does not show that.",
+        f"**The error falls fast with keep.** With two windows (keep 127) it is {interval(wide, 'kl')}, no more than what "
+        f"prefilling the prompt in chunks of 100 changes in float32 ({interval(floor('chunks'), 'kl')}). From keep 190 on, "
+        "40 % of the way to the exact length, it is in the noise of float32, where a rounding that flips decides the "
+        "maximum; `halo` and the exact keep, which are exact in float64, are no better.",
+        f"**Below one window it is another matter.** With a quarter of a window KL is {interval(row('short 16'), 'kl')}, "
+        f"with none {interval(row('short 1'), 'kl')}, {row('short 1')['kl'] / floor('top-k halved')['kl']:.0f} times half the index.",
+        f"**Where engines differ matters little.** With the first cut layer's window whole, as in vLLM, KL is "
+        f"{interval(vllm, 'kl')}, {interval(cuts, 'ratio')} of DeepInfer's on the same tokens, at the same rows x layers.",
+        "**The share of the way to the exact length is the better measure.** Over keep / W the curves of n = 2 to 6 lie "
+        "apart, over (keep - W) / ((n - 1)(W - 1)) those of n = 3 to 6 lie within a factor of about two of each other; "
+        "n = 2 falls more slowly. The exact length itself is a bound, not what this model needs: in float64 one row less "
+        "changes nothing that is above rounding but for n = 2.",
+        "**Next to the cut the window keys are off by a tenth; a window later by a hundredth**, about ten times less for "
+        "every window, in whatever policy, and more in later layers.",
+        f"**Length does not matter**: behind {_list(behind)} tokens KL is "
+        f"{_list([number(r['kl']) for r in by_length])} for the same continuations, with intervals that overlap.",
+        f"**Encoder side.** Replaying the last window of a hit changes KL by {interval(side('encoder'), 'kl')}, both sides "
+        f"by {interval(side('both'), 'kl')}, no replay by {interval(side('no replay'), 'kl')}, and giving up a page and "
+        f"computing it on an empty window by {interval(side('page given up'), 'kl')}.",
+        f"**Over turns the error adds up**, since a page that a replay has written is read by all turns behind it. In turn "
+        f"{last} KL is {interval(turn['chained'], 'kl')} with the conversation's own pages and {interval(turn['fresh'], 'kl')} "
+        f"with exact ones, a difference of {interval(pairs[0], 'difference')} on the same tokens; rounding the caches "
+        f"changes {interval(turn['fidelity 0'], 'kl')} there. Giving up the hit's last page and "
+        f"computing it on an empty window is worse in every turn with a hit: {interval(turn['page given up'], 'kl')}.",
+        f"**English**, which the model was not trained on: {interval(english, 'kl')} with the default.",
+        f"**Drafts**: {interval(default, 'length_change')} expected tokens of a step with the default, "
+        f"{interval(row('short 1'), 'length_change')} with no window.",
+        f"**Cost.** With `compact` a prompt token costs {_list(flops)} MFLOP at {_list(counts)} tokens: the encoder and "
+        "one projection, flat but for the scores of the index, which grow with the prompt. The speedup over exact is "
+        f"{_list(speedups)} where FLOPs predict {_list(predicted)}. **The surplus is the index's**: at {counts[-1]} tokens "
+        f"its ops take {100 * index[0] / whole[0]:.0f} % of exact's CPU time. They touch every entry for every row, also those "
+        "that are hidden or no candidates, which the formula leaves out, as it does top-k; and three of the four parts of that are "
+        f"the decoder's. All other ops together are {(whole[0] - index[0]) / (whole[1] - index[1]):.2f} times faster, as "
+        f"FLOPs predict for them ({(work[0] - scores[0]) / (work[1] - scores[1]):.2f}). With torch's top-k in place of NumPy's "
+        f"the speedup is {_list(others)}. In CPU time compact is flat from {counts[0]} to {counts[-2]} tokens "
+        f"({_list(ms[:-1])} ms a token) and not at {counts[-1]} ({ms[-1]}), for the encoder's index.",
+    ]
+    return "\n".join(f"- {x}" for x in lines)
+
+
+def _percent(row: Row) -> dict[str, float]:
+    return {f"p{e}": 100 * (row[f"perplexity_ratio{e}"] - 1) for e in ("", "_low", "_high")}
+
+
+def _list(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def facts(parts: Parts) -> str:
@@ -213,7 +304,7 @@ def facts(parts: Parts) -> str:
 
 
 BLOCKS: dict[str, Callable[[Parts], str]] = {
-    "facts": facts, "keep": keep, "differences": differences, "depth": depth, "law": law, "lengths": lengths,
+    "facts": facts, "found": found, "keep": keep, "differences": differences, "depth": depth, "law": law, "lengths": lengths,
     "turns": turns, "sides": sides, "prose": prose, "drafts": drafts, "divergence": divergence,
     "seconds": seconds, "where": where,
 }  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.replay.error import replay_error
 from deepinfer.measure.replay.passes import Passage
+from deepinfer.measure.replay.seconds import replay_seconds
 from deepinfer.measure.table import Table
 from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt
@@ -153,10 +154,16 @@ def test_seconds_by_op_are_of_every_op(eng):
     text = passages(eng, "heldout", 65, 1).ids[0]
     t = where_it_goes(eng, text, {"compact": Bounded()}, [64], 1)
     both = {(r["side"], r["op"]) for r in t if r["seconds"] > 0}
-    assert {op for _, op in both} >= {"attention", "experts", "projections and streams", "other"}
+    assert {op for _, op in both} >= {"attention", "experts", "index masks", "projections and streams", "other"}
     flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
     r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
     assert flops == {row["policy"]: row["flops"] for row in r.plans}
+
+
+def test_seconds_are_of_the_clock_that_is_given(eng):
+    text, ticks = passages(eng, "heldout", 65, 1).ids[0], iter(range(100))
+    t = replay_seconds(eng, [text], {"compact": Bounded()}, [64], 2, lambda: float(next(ticks)))
+    assert t["seconds"] == [1.0, 1.0] == t["fastest"]
 
 
 # ------------------------------------------------------------------------------------------ command
@@ -165,13 +172,13 @@ def test_seconds_by_op_are_of_every_op(eng):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    assert run.main(["--model", "tiny", "--out", str(out), "--only", "law", "free"]) == 0
+    assert run.main(["--model", "tiny", "--out", str(out), "--only", "law"]) == 0
     return out
 
 
 def test_parts_read_back_and_are_not_measured_again(folder, capsys):
     parts = read_all(folder)
-    assert list(parts) == ["free", "law"]
+    assert list(parts) == ["law"]
     facts = parts["law"].facts
     assert {"commit", "threads", "processor", "weights", "dtype", "torch", "sizes"} <= set(facts)
     before = (folder / "law.json").read_bytes()
@@ -190,6 +197,27 @@ def test_a_second_run_is_equal_to_the_digit(folder, tmp_path, capsys):
     rows[0]["kl"] += 1e-12
     Part("law", part.facts, part.tables | {"summary": Table(rows)}).write(tmp_path)
     assert compare.main([str(folder), str(tmp_path)]) == 1
+
+
+@pytest.mark.slow
+def test_every_part_and_every_figure_of_it(tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from experiments.replay_error import figures
+
+    assert run.main(["--model", "tiny", "--out", str(tmp_path)]) == 0
+    parts = read_all(tmp_path)
+    assert set(parts) == set(run.PARTS)
+    for draw in (
+        figures.keep, figures.depth, figures.windows, figures.lengths, figures.turns, figures.sides,
+        figures.domains, figures.drafts, figures.divergence, figures.error_and_cost, figures.seconds,
+        figures.where,
+    ):  # fmt: skip
+        assert draw(parts), draw.__name__
+    for name, block in findings.BLOCKS.items():
+        if name != "found":  # it speaks of nano's keeps
+            assert block(parts), name
 
 
 def test_files_of_others_are_refused(tmp_path):
