@@ -239,7 +239,14 @@ class LLM:
                 "SamplingParams(first_n_token_no_eos=1) is not available beside a grammar slot of "
                 "your own: let that grammar forbid the end token"
             )
-        return p.translate(registry.promises(self.engine.slots["replay"], "replay").exact)
+        exact = registry.promises(self.engine.slots["replay"], "replay").exact
+        if p.prompt_logprobs and not exact:
+            warnings.warn(
+                f"prompt_logprobs: the replay policy {self.engine.slots['replay']!r} drops rows of "
+                "a prompt, so they are None, as in DeepInfer; an engine with replay='exact' has them",
+                stacklevel=4,
+            )
+        return p.translate(exact)
 
     # ------------------------------------------------------------------------------ what it has
 

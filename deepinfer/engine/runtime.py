@@ -6,6 +6,7 @@ engines over the same weights share nothing else.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,7 @@ class Runtime:
         self.reuse: Reuse | None = None
         if settings.prefix_cache:
             self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
+            self._warn_of_no_reuse()
         self.room = Room(
             self.pages, self.states, self.stats, page_size=self.limits.page_size,
             max_num_seqs=self.limits.seqs, max_rows=self.limits.rows, lookahead=self.limits.lookahead,
@@ -182,7 +184,24 @@ class Runtime:
         plan = self.replay.plan(prompt, c)
         if not isinstance(plan, ReplayPlan):
             raise TypeError(f"replay {self.replay!r}.plan returned {plan!r}: want a ReplayPlan")
+        if self.replay.exact and not plan.exact:
+            raise ValueError(
+                f"replay {self.replay!r} promises to be exact and made a plan that is not "
+                f"({plan.why}): set exact = False in its class"
+            )
         return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
+
+    def _warn_of_no_reuse(self) -> None:
+        """A policy that cuts prompts and adopts no hit without state KV: nothing is ever reused."""
+        length, page = self.limits.model_len - 1, self.limits.page_size
+        cut = any(self.replay_plan(Prompt(length)).kv_from)
+        if cut and not self.replay_plan(Prompt(length, length // 2 // page * page)).write_from:
+            warnings.warn(
+                f"prefix_cache=True with replay {self.replay!r}: a prompt that is cut leaves no "
+                "window rows, and a hit without them is not adopted, so no long prompt will begin "
+                "behind another; with Bounded take sides='both'",
+                stacklevel=2,
+            )
 
     @property
     def ops(self) -> Ops:

@@ -6,6 +6,7 @@ TM is a model with a window of 8 and backtracking of 6: the figures of these law
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -330,6 +331,58 @@ def test_a_recompute_behind_a_hit_keeps_the_cut_of_the_prompt():
         (out,) = eng.step() or (None,)
     assert len(out.token_ids) == 16
     check_empty(eng)
+
+
+def test_an_exact_run_takes_the_place_of_what_a_replay_has_left():
+    """Pages and snapshots: else all that begins there would be inexact for ever."""
+    eng = cached(ENCODER, num_snapshots=30)
+    reuse = eng.runtime.reuse
+    greedy(eng, TOKENS[:30], 1)
+    for key in [*reuse.snapshots._held]:
+        reuse.snapshots.evict(key)
+    greedy(eng, TOKENS[:60], 1)  # replayed behind a hit of 28
+    keys = reuse.prefix.keys(TOKENS[:60])
+    before = {k: reuse.snapshots.get(k).exact for k in keys if reuse.snapshots.get(k)}
+    assert list(before.values()).count(False) > 1 and not reuse.pages.get(keys[-1]).exact
+    eng.generate(TOKENS[:60], max_tokens=1, prompt_logprobs=True)  # runs every row
+    assert all(reuse.pages.get(k).exact for k in keys)
+    assert all(reuse.snapshots.get(k).exact for k in before)
+    again, _ = greedy(eng, TOKENS[:60], 4)
+    assert again.cached_tokens > 28 and all(reuse.pages.get(k).exact for k in keys)
+    want, _ = greedy(cached(Exact(), prefix_cache=False, num_snapshots=None), TOKENS[:60], 4)
+    assert again.token_ids == want.token_ids
+
+
+def test_a_recompute_begins_at_a_snapshot_at_the_very_end_of_the_prompt():
+    eng = cached(Exact(), num_snapshots=30)
+    number = eng.add(TOKENS[:40], max_tokens=24, temperature=0.0, ignore_eos=True)
+    request, reuse = eng.requests[number], eng.runtime.reuse
+    while len(request.output) < 20:
+        eng.step()
+    keys = reuse.prefix.keys(request.token_slice(0, request.known))
+    for page, key in enumerate(keys):
+        if page != 9:  # the one that ends at 40
+            reuse.snapshots.evict(key)
+    assert reuse.snapshots.get(keys[9]) is not None
+    eng.runtime.scheduler.preempt(request)
+    while request.state != "running":
+        eng.step()
+    assert request.plan.start == 40
+    while eng.unfinished:
+        (out,) = eng.step() or (None,)
+    want = cached(Exact(), prefix_cache=False, num_snapshots=None).generate(
+        TOKENS[:40], max_tokens=24, temperature=0.0, ignore_eos=True
+    )
+    assert out.token_ids == want[0].token_ids
+
+
+def test_who_cuts_prompts_and_adopts_no_hit_is_told():
+    with pytest.warns(UserWarning, match="no long prompt will begin behind another.*sides='both'"):
+        cached(Bounded(KEEP)).runtime
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in (BOTH, ENCODER, Exact(), Halo()):
+            cached(policy).runtime
 
 
 def test_where_its_state_kv_is_there_a_hit_is_not_replayed():

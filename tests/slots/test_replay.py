@@ -219,3 +219,13 @@ def test_names_and_what_is_shown():
     assert not eng.exact and "approximate: replay" in repr(eng)
     assert small_engine(replay=di.replay.Halo).exact
     assert "approximate" not in repr(small_engine(replay="halo"))
+
+
+def test_a_policy_that_promises_more_than_its_plan_is_refused():
+    class Liar(Bounded):
+        exact = True
+
+    eng = di.Engine.tiny(dtype="float64", replay=Liar())
+    with pytest.raises(ValueError, match="promises to be exact and made a plan that is not"):
+        eng.generate([5] * 60, max_tokens=1)
+    assert len(eng.generate([[5] * 20], max_tokens=2, ignore_eos=True)[0].token_ids) == 2  # not cut
