@@ -24,8 +24,8 @@ from experiments.replay_error.turns import Turns, turn_error
 
 Say = Callable[[str], None]
 Tables = dict[str, Table]
-# Of the index: NumPy's partition, which engines choose on a CPU, and torch's on integer keys. Rows of many
-# entries that are hidden, so equal, make the first one slow.
+# Of the index: what engines choose on a CPU (NumPy's partition, for wide rows torch's top-k of the scores), and
+# torch's on integer keys.
 TOPKS = ("partition", "packed_key")
 ALL_FLOORS = ("chunks", "fidelity 0", "fidelity 2", "top-k halved")
 
