@@ -274,9 +274,9 @@ def found(parts: Parts) -> str:
         f"its ops take {100 * index[0] / whole[0]:.0f} % of exact's CPU time. They touch every entry for every row, also those "
         "that are hidden or no candidates, which the formula leaves out, as it does top-k; and three of the four parts of that are "
         f"the decoder's. All other ops together are {(whole[0] - index[0]) / (whole[1] - index[1]):.2f} times faster, as "
-        f"FLOPs predict for them ({(work[0] - scores[0]) / (work[1] - scores[1]):.2f}). With torch's top-k in place of NumPy's "
-        f"the speedup is {_list(others)}. In CPU time compact is flat from {counts[0]} to {counts[-2]} tokens "
-        f"({_list(ms[:-1])} ms a token) and not at {counts[-1]} ({ms[-1]}), for the encoder's index.",
+        f"FLOPs predict for them ({(work[0] - scores[0]) / (work[1] - scores[1]):.2f}). With the top-k by integer keys "
+        f"the speedup is {_list(others)}. In CPU time compact takes {_list(ms)} ms a token at these lengths; "
+        "what grows in it is the encoder's index.",
     ]
     return "\n".join(f"- {x}" for x in lines)
 
