@@ -12,6 +12,7 @@ from deepinfer.display.numbers import counted, fmt
 from deepinfer.display.text import grid
 from deepinfer.measure.bootstrap import FEWEST, RESAMPLES, SEED
 from deepinfer.measure.replay.cost import OPS
+from deepinfer.measure.replay.report import check_meter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,6 +146,7 @@ def plot_error(
     """A meter of every policy over keep or another measure of the cut, with 95 % bars."""
     if x not in X_WORDS:
         raise ValueError(f"x={x!r}: {', '.join(X_WORDS)}")
+    check_meter(meter, of)
     series: dict[str, list[tuple[float, Any]]] = {}  # (x, Estimate)
     for row in _rows(r.summary()):
         if row[x] is not None:

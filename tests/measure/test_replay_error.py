@@ -150,6 +150,32 @@ def test_window_errors_are_those_of_the_keys_an_engine_computes(eng, report):
     assert all(report.windows.where(policy="keep", layer=4, distance=0)["error2"])
 
 
+def test_where_rows_end_all_their_keys_are_kept_and_metered(eng, report):
+    """A layer whose window stays whole drops rows behind its keys; every later row sees them."""
+    fed, lo = PROMPT + MORE - 1, PROMPT - KEEP
+    with eng.trace("layers.2.attn.window_keys", "layers.3.attn.window_keys") as t:
+        eng.logits(TEXTS[0][:-1], prompt=PROMPT)
+    for layer, low in ((2, 0), (3, lo), (4, lo)):
+        rows = report.windows.where(policy="whole window", text=0, layer=layer)
+        assert set(rows["lowest"]) == {low} and rows["until"][-1] == sum(rows["rows"]) == fed - low
+        if layer < 4:
+            keys = t[f"layers.{layer}.attn.window_keys"].as_subclass(torch.Tensor)[low:]
+            assert math.fsum(rows["norm2"]) == pytest.approx(float(keys.square().sum()))
+    assert not any(report.windows.where(policy="whole window", layer=2)["error2"])
+    shape = report.plans.where(policy="whole window")[0]
+    assert (shape["keep"], shape["cut_layer"]) == (KEEP, 2)
+    # a whole window has no cut: its keys have no distance from one
+    far = report.by_distance().where(policy="whole window")
+    assert far["until"][-1] == fed - lo and sum(far["rows"]) == len(TEXTS) * 2 * (fed - lo)
+    near = far.where(distance=0)[0]
+    cells = [
+        c for c in report.windows.where(policy="whole window", distance=0) if c["layer"] > 2
+    ]
+    want = sum(c["error2"] for c in cells) / sum(c["norm2"] for c in cells)
+    assert near["rel_l2"] == pytest.approx(math.sqrt(want))
+    assert len(report.by_distance().where(policy="no cut"))
+
+
 def test_distance_bins():
     assert edges(16, 40) == [0, 4, 8, 12, 16, 24, 32, 40]
     assert edges(16, 300) == [0, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 300]
@@ -428,6 +454,15 @@ def test_keeps_are_bounded_policies(eng):
         (dict(groups=["a"]), ValueError, "1 groups for 3 texts"),
         (dict(hit=20), ValueError, r"hit=20.*page size \(16\)"),
         (dict(hit=80), ValueError, "hit=80.*below prompt"),
+        (dict(hit="16"), ValueError, "replay_error: hit='16'"),
+        (dict(hit=16.0), ValueError, r"replay_error: hit=16\.0"),
+        (dict(hit=None), ValueError, "replay_error: hit=None"),
+        (dict(hit=-16), ValueError, "replay_error: hit=-16"),
+        (dict(apart="4"), ValueError, "replay_error: apart='4'"),
+        (dict(keeps={22: Last(keep=22), "22": Last(keep=40)}), ValueError, "'22' is given twice"),
+        (dict(keeps=None), ValueError, "replay_error: keeps=None"),
+        (dict(keeps=1.5), ValueError, r"replay_error: keeps=1\.5"),
+        (dict(keeps="exact"), ValueError, "replay_error: keeps='exact'"),
         (dict(keeps={"bad": "no such policy"}), ValueError, "no such policy"),
     ],
 )
@@ -437,6 +472,46 @@ def test_refusals(eng, changes, error, words):
     )
     with pytest.raises(error, match=words):
         di.measure.replay_error(eng, **given)
+
+
+def test_each_measurement_signs_its_own_errors(eng):
+    """By the name that was called, and by the names of its own arguments."""
+    keeps, m = {"a": Last(keep=KEEP)}, di.measure
+    for bad, words in [
+        ({}, "no keeps"),
+        ({1: keeps["a"], "1": keeps["a"]}, "'1' is given twice"),
+        ({"exact": keeps["a"]}, "'exact' means the reference"),
+        (None, "keeps=None"),
+    ]:
+        with pytest.raises(ValueError, match=f"^replay_divergence: .*{words}"):
+            m.replay_divergence(eng, TEXTS, bad, PROMPT, 2)
+        with pytest.raises(ValueError, match=f"^replay_seconds: .*{words}"):
+            m.replay_seconds(eng, TEXTS[0], bad, [40])
+    for most in (0, -1, 2.0, "2", True):
+        with pytest.raises(ValueError, match=f"^replay_divergence: max_tokens={most!r}"):
+            m.replay_divergence(eng, TEXTS, keeps, PROMPT, most)
+    with pytest.raises(ValueError, match="^replay_seconds: policy 'b'"):
+        m.replay_seconds(eng, TEXTS[0], {"b": Broken(keep=KEEP, layer=2)}, [40], repeats=1)
+    nan = {"f": lambda ids, prompt: torch.full((len(ids), eng.config.vocab_size), torch.nan)}
+    with pytest.raises(ArithmeticError, match="^logits_error: policy 'f', text 0"):
+        m.logits_error(eng, nan, TEXTS, PROMPT, MORE)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        *((dict(lengths=[40, n]), f"length={n!r}: a number of tokens") for n in (-5, 0, True)),
+        *((dict(lengths=[n, 40]), f"length={n!r}: a number of tokens") for n in (1.5, "40", None)),
+        *((dict(repeats=n), f"repeats={n!r}: a number of runs") for n in (1.5, 0, -1, True, "5")),
+        *((dict(lengths=n), f"lengths={n!r}: want a list") for n in (40, None, "40")),
+        (dict(lengths=[]), "no lengths"),
+        (dict(text=TEXTS), "3 texts: one is timed"),
+    ],
+)
+def test_refusals_of_seconds(eng, changes, words):
+    given = dict(text=TEXTS[0], keeps={"a": Last(keep=KEEP)}, lengths=[40]) | changes
+    with pytest.raises(ValueError, match=f"^replay_seconds: {words}"):
+        di.measure.replay_seconds(eng, **given)
 
 
 @dataclasses.dataclass(eq=False)

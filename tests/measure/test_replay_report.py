@@ -1,5 +1,6 @@
 """ReplayReport: intervals from its own tables, exports, and what it shows."""
 
+import json
 import math
 import re
 
@@ -12,7 +13,7 @@ import deepinfer as di
 from deepinfer.display.replay import family
 from deepinfer.measure import bootstrap
 from deepinfer.measure.replay.divergence import first_difference
-from deepinfer.measure.replay.report import ReplayReport
+from deepinfer.measure.replay.report import FORMAT, METERS, ReplayReport
 
 PROMPT, MORE = 60, 9
 MODULES = "aabcdefghi"
@@ -107,6 +108,29 @@ def test_unknown_names_are_refused(report):
         report.plot_error(x="rows")
 
 
+def test_a_quantile_is_given_or_refused_and_never_a_mean(report, floors):
+    """Every meter with every `of`: what it does not have is refused, also where it is drawn."""
+    meters = (*METERS, "window_rel_l2")
+    for one, name in ((report, "keep 22"), (floors, "dense")):
+        for meter in meters:
+            for of in ("median", "p99", "max", "p50", "", None):
+                if meter in ("kl", "dlogprob") and of in ("median", "p99", "max"):
+                    assert one.estimate(name, meter, of).value != one.estimate(name, meter).value
+                    continue
+                known = of in ("median", "p99", "max")
+                words = f"of={of!r}: {meter} has 'mean' only" if known else f"of={of!r}: 'mean', "
+                for ask in (
+                    lambda: one.estimate(name, meter, of),
+                    lambda: one.plot_error(meter, of=of),
+                ):
+                    with pytest.raises(KeyError, match=re.escape(words)):
+                        ask()
+        with pytest.raises(KeyError, match="no meter 'klx'"):
+            one.plot_error("klx")
+    for meter in ("length_change", "window_rel_l2"):  # engines' drafts and keys are not compared
+        assert floors.estimate("dense", meter).value is None
+
+
 def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None and first_difference([], []) is None
     assert first_difference([1, 2, 3], [1, 4, 3]) == 1
@@ -127,6 +151,34 @@ def test_json_comes_back_equal(report, floors, tmp_path):
             assert back.summary() == one.summary() and repr(back) == repr(one)
     with pytest.raises(ValueError, match="not a replay report"):
         ReplayReport.from_json(report.tokens.to_json())
+
+
+def test_other_json_is_no_report(report, tmp_path):
+    """As a text and as a file: always a ValueError, never what the parser stumbled over."""
+    whole = json.loads(report.to_json())
+    bad = [
+        {"format": FORMAT}, [], [1], {}, {"format": "deepinfer.Table/1"},
+        whole | dict(tokens=None), whole | dict(plans=[]), whole | dict(windows={}),
+        whole | dict(passages={"format": "deepinfer.Table/1"}),
+        whole | dict(tokens=whole["tokens"] | dict(rows=[1])),
+        {k: x for k, x in whole.items() if k != "plans"},
+    ]  # fmt: skip
+    path = tmp_path / "[draft] report.json"
+    for x in bad:
+        path.write_text(json.dumps(x), "utf-8")
+        for source in (json.dumps(x), path):
+            with pytest.raises(ValueError, match="^not a replay report: "):
+                ReplayReport.from_json(source)
+    path.write_text("null", "utf-8")
+    with pytest.raises(ValueError, match="not a replay report"):
+        ReplayReport.from_json(path)
+    report.to_json(path)  # a path may begin with a bracket
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as m:
+        m.chdir(tmp_path)
+        assert ReplayReport.from_json(path.name).tokens == report.tokens
+    with pytest.raises(FileNotFoundError):
+        ReplayReport.from_json("[no such].json")
 
 
 def test_provenance_says_what_was_measured(report):
@@ -242,3 +294,70 @@ def test_reports_of_parts_join_to_that_of_all(report):
     short = di.measure.replay_error(eng, texts[:1], {"all": Last(keep=PROMPT)}, PROMPT - 1, MORE)
     with pytest.raises(ValueError, match="differ in prompt"):
         ReplayReport.joined([short, two[1]])
+
+
+def test_texts_without_groups_stay_groups_of_their_own_when_joined():
+    """Their labels go on counting: parts have the numbers and intervals of the whole."""
+    eng, texts = small_engine(), [stream(PROMPT + MORE, s) for s in range(9)]
+
+    def measured(part, **more) -> ReplayReport:
+        return di.measure.replay_error(
+            eng, part, {n: POLICIES[n] for n in ("keep 22", "open")}, PROMPT, MORE,
+            drafter=False, **more,
+        )  # fmt: skip
+
+    whole, parts = measured(texts), [measured(texts[:4]), measured(texts[4:])]
+    both = ReplayReport.joined(parts)
+    for name in ("passages", "tokens", "windows", "plans"):
+        assert getattr(both, name).rows == getattr(whole, name).rows
+    assert both.summary().rows == whole.summary().rows
+    assert both.facts["groups"] == 9 and both.estimate("keep 22", "kl").low is not None
+    thrice = ReplayReport.joined([ReplayReport.joined(parts[:1]), parts[1]])
+    assert thrice.tokens.rows == whole.tokens.rows
+    older = [  # a file of before it was a fact whether groups were given
+        ReplayReport.of(
+            r.passages.rows, r.tokens.rows, r.windows.rows, r.plans.rows,
+            {k: x for k, x in r.facts.items() if k != "grouped"},
+        )
+        for r in parts
+    ]  # fmt: skip
+    assert ReplayReport.joined(older).tokens.rows == whole.tokens.rows
+    # given names stay, also where they are numbers
+    named = [measured(texts[:4], groups=range(4)), measured(texts[4:], groups=range(5))]
+    merged = ReplayReport.joined(named)
+    assert merged.facts["groups"] == 5 and set(merged.tokens["group"]) == set("01234")
+    with pytest.raises(ValueError, match="groups were given in some"):
+        ReplayReport.joined([parts[0], named[1]])
+    other = di.measure.replay_error(
+        eng, texts[:4], {"all": POLICIES["all"]}, PROMPT, MORE, groups="aabb", drafter=False
+    )
+    with pytest.raises(ValueError, match="in different groups"):
+        ReplayReport.joined([parts[0], other])
+
+
+def test_a_text_that_is_there_twice_is_refused():
+    eng, texts = small_engine(), [stream(PROMPT + MORE, s) for s in range(3)]
+
+    def measured(part, names=("keep 22", "open"), **more) -> ReplayReport:
+        return di.measure.replay_error(
+            eng, part, {n: POLICIES[n] for n in names}, PROMPT, MORE, drafter=False, **more
+        )
+
+    for more in ({}, dict(groups="x" * 2)):
+        first = measured(texts[:2], **more)
+        more = {k: v[:1] for k, v in more.items()}
+        apart = [measured([texts[2]], **more), measured([texts[1]], **more)]
+        words = "text 1 of report 0 is text 0 of report 2"
+        with pytest.raises(ValueError, match=f"joined: the same text twice: {words}"):
+            ReplayReport.joined([first, *apart])
+        with pytest.raises(ValueError, match="the same text twice"):
+            ReplayReport.joined([ReplayReport.joined([first, apart[0]]), apart[1]])
+        assert len(ReplayReport.joined([first, apart[0]]).passages) == 2 * 3
+    with pytest.raises(ValueError, match="the same text twice"):
+        ReplayReport.joined([measured(texts), measured(texts[::-1])])
+    # policies in another order are the same ones, each with its own cost
+    a, b = measured(texts[:1]), measured(texts[1:2], ("open", "keep 22"))
+    plans = {row["policy"]: row for row in ReplayReport.joined([a, b]).plans}
+    for name in ("exact", "keep 22", "open"):
+        ran = [r.plans.where(policy=name)[0]["ran"] for r in (a, b)]
+        assert plans[name]["ran"] == sum(ran) and plans[name]["policy"] == name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.replay.error import Keeps, policies
-from deepinfer.measure.replay.texts import Texts
+from deepinfer.measure.replay.texts import Texts, check_count
 from deepinfer.measure.table import Table
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ def replay_divergence(
     """
     from deepinfer.engine.params import SamplingParams
 
+    check_count("replay_divergence", "max_tokens", max_tokens)
     found = Texts.of(eng, texts, prompt, max_tokens, groups, "replay_divergence")
     base = eng.with_(prefix_cache=False, num_snapshots=None)
-    named = policies(eng, keeps)
+    named = policies(eng, keeps, "replay_divergence")
     engines = {"exact": base.with_(replay="exact"), **{
         name: base.with_(replay=e.slots["replay"]) for name, e in named.items()
     }}  # fmt: skip

@@ -24,8 +24,8 @@ from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
 from deepinfer.measure.replay.passes import Pass, Passage, behind_hit, first_layer, prefix_pages
 from deepinfer.measure.replay.report import ReplayReport
-from deepinfer.measure.replay.texts import Texts
-from deepinfer.measure.replay.windows import lowest, window_errors
+from deepinfer.measure.replay.texts import Texts, check_count
+from deepinfer.measure.replay.windows import window_errors
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def replay_error(
     breaks a law; ArithmeticError, naming policy, text and position, for logits that are not finite.
     """
     found = Texts.of(eng, texts, prompt, continuation, groups, "replay_error")
-    if isinstance(apart, bool) or not isinstance(apart, int) or apart < 1:
-        raise ValueError(f"replay_error: apart={apart!r}: tokens between draft blocks, 1 or more")
-    engines = policies(eng, keeps)
+    check_count("replay_error", "apart", apart, "tokens between draft blocks")
+    check_hit(hit, prompt)
+    engines = policies(eng, keeps, "replay_error")
     with measuring_engine(eng, prompt + continuation, hit) as own:
         rt = own.runtime
-        check_hit(hit, prompt, rt.limits.page_size)
+        check_pages(hit, prompt, rt.limits.page_size)
         plans = {name: plan_of(e, name, prompt, hit) for name, e in engines.items()}
         rows = Rows(found, plans, rt, apart if drafter else 0)
         for i in range(len(found)):
@@ -80,35 +80,42 @@ def replay_error(
 # ----------------------------------------------------------------------------- policies and plans
 
 
-def policies(eng: Engine, keeps: Keeps) -> dict[str, Engine]:
-    """An engine for every policy; nothing runs in them, they have checked the policy."""
+def policies(eng: Engine, keeps: Keeps, who: str) -> dict[str, Engine]:
+    """An engine for every policy; nothing runs in them, they have checked the policy. who: signs
+    the errors."""
     if isinstance(keeps, Mapping):
-        named = dict(keeps)
+        items = [(str(name), policy) for name, policy in keeps.items()]
     else:
         from deepinfer.slots.replay import Bounded
 
-        values = [keeps] if isinstance(keeps, int) else list(keeps)
-        named = {f"keep {k}": Bounded(keep=k) for k in values}
-        if len(named) < len(values):
-            raise ValueError(f"replay_error: keeps={values}: a value is given twice")
-    if not named:
-        raise ValueError("replay_error: no keeps: give at least one, or policies by name")
-    if "exact" in named:
-        raise ValueError("replay_error: the name 'exact' means the reference: give another")
-    return {str(name): eng.with_(replay=policy) for name, policy in named.items()}
+        values = [keeps] if isinstance(keeps, int) else keeps
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"{who}: keeps={keeps!r}: want numbers of tokens, or policies by name")
+        items = [(f"keep {k}", Bounded(keep=k)) for k in values]
+    if not items:
+        raise ValueError(f"{who}: no keeps: give at least one, or policies by name")
+    names = [name for name, _ in items]
+    if "exact" in names:
+        raise ValueError(f"{who}: the name 'exact' means the reference: give another")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{who}: keeps: {', '.join(map(repr, twice))} is given twice")
+    return {name: eng.with_(replay=policy) for name, policy in items}
 
 
-def plan_of(engine: Engine, name: str, prompt: int, hit: int) -> ReplayPlan:
+def plan_of(
+    engine: Engine, name: str, prompt: int, hit: int, who: str = "replay_error"
+) -> ReplayPlan:
     """The policy's plan. ValueError, TypeError naming the policy where it is none or breaks a
     law."""
     asked, c = Prompt(prompt, hit), engine.config
     plan = engine._started["replay"].plan(asked, c)
     if not isinstance(plan, ReplayPlan):
-        raise TypeError(f"replay_error: policy {name!r} planned {plan!r}: want a ReplayPlan")
+        raise TypeError(f"{who}: policy {name!r} planned {plan!r}: want a ReplayPlan")
     try:
         return plan.validate(asked, c.num_hidden_layers, c.kv_source_layer_ids)
     except ValueError as error:
-        raise ValueError(f"replay_error: policy {name!r}: {error}") from None
+        raise ValueError(f"{who}: policy {name!r}: {error}") from None
 
 
 def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
@@ -121,8 +128,16 @@ def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
     )  # fmt: skip
 
 
-def check_hit(hit: int, prompt: int, page: int) -> None:
-    if isinstance(hit, bool) or not isinstance(hit, int) or not 0 <= hit < prompt or hit % page:
+def check_hit(hit: int, prompt: int) -> None:
+    if isinstance(hit, bool) or not isinstance(hit, int) or not 0 <= hit < prompt:
+        raise ValueError(
+            f"replay_error: hit={hit!r}: tokens of block KV found, whole pages below "
+            f"prompt={prompt}"
+        )
+
+
+def check_pages(hit: int, prompt: int, page: int) -> None:
+    if hit % page:
         raise ValueError(
             f"replay_error: hit={hit!r}: tokens of block KV found, a multiple of the page size "
             f"({page}) below prompt={prompt}"
@@ -223,7 +238,8 @@ def shape_of(plan: ReplayPlan, prompt: int, config: Any) -> dict[str, object]:
     cut_layer: where; cut_layers: n, those whose window is cut; windows: keep / W; depth:
     (keep - W) / ((n - 1)(W - 1)), 1 at the exact length (None for n < 2)."""
     first, window = first_layer(plan), config.sliding_window
-    keep = prompt - (0 if first is None else lowest(plan, first))
+    cut = 0 if first is None else max(plan.start, plan.floor[first], plan.rows_from[first])
+    keep = prompt - cut
     n = sum(f > 0 for f in plan.floor)
     depth = (keep - window) / ((n - 1) * (window - 1)) if n > 1 else None
     return dict(
@@ -248,15 +264,18 @@ def law_rows(
         brief | dict(position=texts.prompt + k) | {name: columns[name][k] for name in names}
         for k in range(texts.continuation)
     ]
-    return label | dict(rows=texts.continuation) | error.summary(), tokens
+    whole = label | dict(ids=texts.digest(i), rows=texts.continuation)
+    return whole | error.summary(), tokens
 
 
-def check_finite(logits: Tensor, name: str, text: int, prompt: int) -> None:
+def check_finite(
+    logits: Tensor, name: str, text: int, prompt: int, who: str = "replay_error"
+) -> None:
     bad = ~logits.isfinite().all(-1)
     if bad.any():
         at = prompt - 1 + int(bad.nonzero()[0])
         raise ArithmeticError(
-            f"replay_error: policy {name!r}, text {text}, position {at}: the logits are not finite"
+            f"{who}: policy {name!r}, text {text}, position {at}: the logits are not finite"
         )
 
 
@@ -294,10 +313,10 @@ def logits_error(
     for i in range(len(found)):
         ids = found.fed(i)
         p = eng.logits(ids, prompt=prompt)[prompt - 1 :]
-        check_finite(p, "the first engine", i, prompt)
+        check_finite(p, "the first engine", i, prompt, "logits_error")
         for name, other in laws.items():
             q = torch.as_tensor(other(ids, prompt))[prompt - 1 :]
-            check_finite(q, name, i, prompt)
+            check_finite(q, name, i, prompt, "logits_error")
             row, rows = law_rows(found.label(i) | dict(policy=name), p, q, found, i)
             passages.append(row)
             tokens += rows

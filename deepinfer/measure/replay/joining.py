@@ -1,4 +1,8 @@
-"""Several reports as one: texts that were measured apart, or policies that were."""
+"""Several reports as one: texts that were measured apart, or policies that were.
+
+A group is a name: texts of several reports that have the same one are one group. Texts that were
+given none are groups of their own, named by their numbers, which go on counting.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import Any
 
 from deepinfer.measure.replay.report import ReplayReport
 
-PARTS = ("texts", "groups", "ids", "policies")  # facts that may differ; hit, prompt, ... may not
+# Facts that may differ; hit, prompt, ... may not. grouped: looked at apart, older files lack it.
+PARTS = ("texts", "groups", "ids", "policies", "grouped")
 
 
 def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
@@ -31,6 +36,9 @@ def _policies(reports: Sequence[ReplayReport]) -> ReplayReport:
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"joined: {', '.join(twice)} were measured twice on the same texts")
+    first = _groups(reports[0])
+    if any(_groups(r) != first for r in reports):
+        raise ValueError("joined: reports of the same texts have them in different groups")
     policies = {n: said for r in reports for n, said in r.facts["policies"].items()}
     plans = reports[0].plans.rows
     plans += [row for r in reports[1:] for row in r.plans if row["policy"] != "exact"]
@@ -40,18 +48,38 @@ def _policies(reports: Sequence[ReplayReport]) -> ReplayReport:
 def _texts(reports: Sequence[ReplayReport]) -> ReplayReport:
     """The same policies on other texts."""
     first, seen, offsets = reports[0], set(), []
+    held: dict[str, str] = {}  # hash of a text's ids -> where it is
     for r in reports:
         if r.facts["policies"] != first.facts["policies"]:
             raise ValueError("joined: reports have neither the same texts nor the same policies")
         if r.facts["ids"] in seen:
             raise ValueError(f"joined: the same texts twice (ids {r.facts['ids']})")
-        offsets.append(sum(x.facts["texts"] for x in reports[: len(seen)]))
+        number = len(offsets)
+        own = {
+            str(row["ids"]): f"text {row['text']} of report {number}"
+            for row in r.passages
+            if row.get("ids")
+        }
+        if twice := sorted(set(own) & set(held)):
+            raise ValueError(
+                f"joined: the same text twice: {held[twice[0]]} is {own[twice[0]]}; a policy would "
+                f"count it twice ({len(twice)} such)"
+            )
+        held |= own
+        if _grouped(r) != _grouped(first):
+            raise ValueError("joined: groups were given in some reports and not in others")
+        offsets.append(sum(x.facts["texts"] for x in reports[:number]))
         seen.add(r.facts["ids"])
     plans: list[dict[str, Any]] = []
-    each: list[list[dict[str, Any]]] = [[dict(row) for row in r.plans] for r in reports]
-    for rows in zip(*each, strict=True):
+    each = [{row["policy"]: row for row in r.plans} for r in reports]  # in any order
+    for name in each[0]:
+        rows: list[Any] = [plan[name] for plan in each]
         plans.append(rows[0] | {k: sum(row[k] for row in rows) for k in ("ran", "alone")})
-    groups = {row["group"] for r in reports for row in r.passages}
+    groups = {
+        _renamed(r, row, offset)["group"]
+        for r, offset in zip(reports, offsets, strict=True)
+        for row in r.passages
+    }
     digest = hashlib.sha256("".join(r.facts["ids"] for r in reports).encode()).hexdigest()[:16]
     counts = dict(texts=sum(r.facts["texts"] for r in reports), groups=len(groups), ids=digest)
     return _report(reports, offsets, plans, counts if len(reports) > 1 else {})
@@ -65,10 +93,29 @@ def _report(
 ) -> ReplayReport:
     def rows(name: str) -> list[dict[str, Any]]:
         return [
-            row | dict(text=row["text"] + offset)
+            _renamed(r, row, offset)
             for r, offset in zip(reports, offsets, strict=True)
             for row in getattr(r, name)
         ]
 
     passages, tokens, windows = rows("passages"), rows("tokens"), rows("windows")
     return ReplayReport.of(passages, tokens, windows, plans, reports[0].facts | facts)
+
+
+def _groups(r: ReplayReport) -> dict[Any, Any]:
+    return {row["text"]: row["group"] for row in r.passages}
+
+
+def _renamed(r: ReplayReport, row: dict[str, Any], offset: int) -> dict[str, Any]:
+    """A row whose text, and with it a label that is no more than its number, counts on."""
+    text = row["text"] + offset
+    return row | dict(text=text) | ({} if _grouped(r) else dict(group=str(text)))
+
+
+def _grouped(r: ReplayReport) -> bool:
+    """Whether the groups were given. Of an older file, which does not say: unless all of them are
+    the texts' numbers."""
+    said = r.facts.get("grouped")
+    if said is None:
+        return any(row["group"] != str(row["text"]) for row in r.passages)
+    return bool(said)

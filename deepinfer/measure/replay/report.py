@@ -27,7 +27,9 @@ TITLES = {
     "plans": "what each policy costs: one prompt's prefill; ran: rows x layers of this measurement",
 }
 METERS = ("kl", "agreement", "dlogprob", "perplexity_ratio", "length_change")
+TAILED = ("kl", "dlogprob")  # the others are one number of all rows: a mean, a ratio, a root
 QUANTILES = {"median": 0.5, "p99": 0.99}
+OFS = ("mean", *QUANTILES, "max")
 SHAPE = ("keep", "windows", "depth", "cut_layer", "cut_layers")
 
 
@@ -35,11 +37,11 @@ SHAPE = ("keep", "windows", "depth", "cut_layer", "cut_layers")
 class ReplayReport:
     """What `replay_error` measured. Everything else here is computed from its four tables.
 
-    passages: one row a text and policy. kl, dlogprob: mean over the continuation (and _median,
-    _p99, _max); agreement; perplexity_ratio; nats_p, nats_q: sums of -log p, exact and by the
-    policy; length_exact, length: expected tokens of a step over `blocks` draft blocks;
-    window_rel_l2. tokens: one row a token. windows: one a text, policy, layer and distance bin.
-    plans: one a policy.
+    passages: one row a text and policy. ids: a hash of the text's ids. kl, dlogprob: mean over the
+    continuation (and _median, _p99, _max); agreement; perplexity_ratio; nats_p, nats_q: sums of
+    -log p, exact and by the policy; length_exact, length: expected tokens of a step over `blocks`
+    draft blocks; window_rel_l2. tokens: one row a token. windows: one a text, policy, layer and
+    distance bin, counted from `lowest`. plans: one a policy.
     """
 
     passages: Table
@@ -63,7 +65,9 @@ class ReplayReport:
     @staticmethod
     def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
         """One report of several that measured the same policies on other texts (their numbers go on
-        counting), or other policies on the same texts. ValueError where they do not fit."""
+        counting, and with them the labels of texts that were given no groups), or other policies on
+        the same texts. ValueError where they do not fit, and where a policy would count a text
+        twice."""
         from deepinfer.measure.replay.joining import joined
 
         return joined(reports)
@@ -111,35 +115,32 @@ class ReplayReport:
 
     def estimate(self, policy: str, meter: str, of: str = "mean") -> Estimate:
         """A meter with its interval. of: 'mean', or for kl and dlogprob 'median', 'p99' or 'max'
-        (of tokens; a maximum has no interval). KeyError for what was not measured."""
+        (of tokens; a maximum has no interval). KeyError for a policy that was not measured, an
+        unknown meter, and an `of` that the meter does not have; an Estimate of None where no row
+        has the meter."""
         if policy not in self.policies:
             raise KeyError(f"no policy {policy!r} was measured: {', '.join(self.policies)} were")
+        check_meter(meter, of)
         if meter == "window_rel_l2":
             return self._windows(policy)
         if meter == "length_change":
-            rows = [r for r in self._rows(self.passages, policy) if r["blocks"]]
+            rows = [r for r in self._rows(self.passages, policy) if r.get("blocks")]
             return _mean(rows, lambda r: (r["length"] - r["length_exact"]) * r["blocks"], "blocks")
         rows = self._rows(self.tokens, policy)
         if meter == "perplexity_ratio":
             e = _mean(rows, lambda r: r["nats_q"] - r["nats_p"])
             return Estimate(*(None if x is None else math.exp(x) for x in (e.value, e.low, e.high)))
-        if meter not in ("kl", "dlogprob", "agreement"):
-            raise KeyError(f"no meter {meter!r}: {', '.join(METERS)}, window_rel_l2")
         if of == "mean":
             return _mean(rows, lambda r: r[meter])
         values = [torch.tensor([r[meter] for r in g], dtype=torch.float64) for g in _groups(rows)]
         if of == "max":
             return Estimate(max(float(v.max()) for v in values))
-        if of not in QUANTILES:
-            raise KeyError(f"of={of!r}: 'mean', 'median', 'p99' or 'max'")
         return quantile(values, QUANTILES[of])
 
     def _line(self, name: str, plan: Mapping[str, Any]) -> dict[str, object]:
         line: dict[str, object] = dict(policy=name, **{k: plan.get(k) for k in SHAPE})
         for meter in METERS:
-            for of in (
-                ("mean", "median", "p99", "max") if meter in ("kl", "dlogprob") else ("mean",)
-            ):
+            for of in OFS if meter in TAILED else OFS[:1]:
                 if meter == "length_change" and "length" not in self.passages.columns:
                     continue
                 column, e = (
@@ -162,14 +163,19 @@ class ReplayReport:
 
     def by_distance(self) -> Table:
         """Relative L2 of window keys by policy and distance from the cut, over all texts and
-        layers."""
+        the layers whose window is cut (all layers of a policy that cuts none)."""
+        rows = [dict(row) for row in self.windows]
+        cut = {row["policy"] for row in rows if row.get("lowest")}
         return self._pooled(
-            ("policy", "keep", "distance", "until"), "by distance from the cut, tokens"
-        )
+            ("policy", "keep", "distance", "until"), "by distance from the cut, tokens",
+            [row for row in rows if row.get("lowest") != 0 or row["policy"] not in cut],
+        )  # fmt: skip
 
-    def _pooled(self, by: tuple[str, ...], words: str) -> Table:
+    def _pooled(
+        self, by: tuple[str, ...], words: str, cells: Iterable[dict[str, Any]] | None = None
+    ) -> Table:
         sums: dict[tuple, dict[str, list[float]]] = {}
-        for row in self.windows:
+        for row in self.windows if cells is None else cells:
             group = sums.setdefault(tuple(row[k] for k in by), {})
             total = group.setdefault(str(row["group"]), [0.0, 0.0, 0])
             for i, k in enumerate(("error2", "norm2", "rows")):
@@ -218,11 +224,19 @@ class ReplayReport:
     def from_json(cls, source: str | Path) -> ReplayReport:
         """The report that `to_json` wrote: its text, or the path of its file. ValueError for
         others."""
-        given = isinstance(source, str) and source.lstrip()[:1] == "{"
-        whole = json.loads(str(source) if given else Path(source).read_text("utf-8"))
+        whole = _read(source)
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise ValueError(f"not a replay report: format {FORMAT!r} expected")
-        return cls(*(Table.from_json(json.dumps(whole[n])) for n in NAMES))
+        for name in NAMES:
+            if not isinstance(whole.get(name), dict):
+                raise ValueError(f"not a replay report: it has no table {name!r}")
+        tables = []
+        for name in NAMES:
+            try:
+                tables.append(Table.from_json(json.dumps(whole[name])))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"not a replay report: table {name!r}: {error}") from error
+        return cls(*tables)
 
     # -------------------------------------------------------------------------------- pictures
 
@@ -265,6 +279,27 @@ class ReplayReport:
         from deepinfer.display.replay import report_html
 
         return report_html(self)
+
+
+def check_meter(meter: str, of: str) -> None:
+    """KeyError for an unknown meter, an unknown `of`, and one that the meter does not have."""
+    if meter not in (*METERS, "window_rel_l2"):
+        raise KeyError(f"no meter {meter!r}: {', '.join(METERS)}, window_rel_l2")
+    if of not in OFS:
+        raise KeyError(f"of={of!r}: 'mean', 'median', 'p99' or 'max'")
+    if of != "mean" and meter not in TAILED:
+        raise KeyError(f"of={of!r}: {meter} has 'mean' only; {' and '.join(TAILED)} have more")
+
+
+def _read(source: str | Path) -> Any:
+    """What JSON says: a text of it, or the file of that path, which may begin with a bracket."""
+    if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(source)
+        except ValueError:
+            if source.lstrip()[0] == "{":
+                raise
+    return json.loads(Path(source).read_text("utf-8"))
 
 
 # ------------------------------------------------------------------------------------- statistics

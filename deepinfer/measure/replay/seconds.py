@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepinfer.measure.provenance import of_engine
-from deepinfer.measure.replay.cost import prefill_cost
+from deepinfer.measure.replay.cost import Cost, prefill_cost
 from deepinfer.measure.replay.error import Keeps, plan_of, policies
 from deepinfer.measure.table import Table
 
@@ -30,18 +30,26 @@ def replay_seconds(
     exact's rows x layers, and FLOPs, to the policy's. The first token is drawn in it, as in a
     request. clock: in seconds; `time.process_time` on a CPU that others use too.
 
-    Raises ValueError for a text that is too short and for what `replay_error` refuses.
+    Raises ValueError for lengths and repeats that are no whole numbers of 1 or more, for several
+    texts, for one that is too short and for what `replay_error` refuses.
     """
     from deepinfer.engine.params import SamplingParams
-    from deepinfer.measure.replay.texts import Texts
+    from deepinfer.measure.replay.texts import Texts, check_count
 
+    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        raise ValueError(f"replay_seconds: lengths={lengths!r}: want a list of prompt lengths")
     lengths = list(lengths)
-    if not lengths or isinstance(repeats, bool) or repeats < 1:
-        raise ValueError(
-            f"replay_seconds: lengths={lengths}, repeats={repeats!r}: want one or more"
-        )
+    if not lengths:
+        raise ValueError("replay_seconds: no lengths: give at least one")
+    for length in lengths:
+        check_count("replay_seconds", "length", length)
+    check_count("replay_seconds", "repeats", repeats, "a number of runs")
     found = Texts.of(eng, text, max(lengths), 1, None, "replay_seconds")
-    named: dict[str, Any] = {n: e.slots["replay"] for n, e in policies(eng, keeps).items()}
+    if len(found) > 1:
+        raise ValueError(f"replay_seconds: {len(found)} texts: one is timed, give one")
+    named: dict[str, Any] = {
+        n: e.slots["replay"] for n, e in policies(eng, keeps, "replay_seconds").items()
+    }
     base = eng.with_(
         replay="exact", prefix_cache=False, num_snapshots=None, max_num_seqs=1, num_pages=None,
         max_model_len=max(lengths) + 1, verifier="off",
@@ -49,6 +57,7 @@ def replay_seconds(
     engines = {"exact": base, **{name: base.with_(replay=p) for name, p in named.items()}}
     params, rows = SamplingParams(temperature=0.0, max_tokens=1), []
     try:
+        costs = {length: _costs(engines, length) for length in lengths}  # bad plans before any run
         for length in lengths:
             ids, taken = list(found.ids[0][:length]), {name: [] for name in engines}
             for run in range(repeats + 1):
@@ -57,19 +66,23 @@ def replay_seconds(
                     engine.generate([ids], params, progress=False).raise_for_errors()
                     if run:
                         taken[name].append(_now(engine, clock) - start)
-            rows += _rows(engines, length, taken)
+            rows += _rows(costs[length], length, taken)
     finally:
         for engine in engines.values():
             engine.close()
-    facts = of_engine(eng) | found.facts | dict(repeats=repeats, clock=clock.__name__)
+    facts = of_engine(eng) | found.facts | dict(repeats=repeats, clock=name_of(clock))
     facts["policies"] = {name: repr(p) for name, p in named.items()}
     return Table(rows, title="seconds of a prompt's prefill", provenance=facts)
 
 
-def _rows(engines: dict[str, Any], length: int, taken: dict[str, list[float]]) -> list[dict]:
-    costs = {
-        n: prefill_cost(plan_of(e, n, length, 0), length, e.config) for n, e in engines.items()
+def _costs(engines: dict[str, Any], length: int) -> dict[str, Cost]:
+    return {
+        n: prefill_cost(plan_of(e, n, length, 0, "replay_seconds"), length, e.config)
+        for n, e in engines.items()
     }
+
+
+def _rows(costs: dict[str, Cost], length: int, taken: dict[str, list[float]]) -> list[dict]:
     medians = {name: statistics.median(x) for name, x in taken.items()}
     return [
         dict(
@@ -79,8 +92,12 @@ def _rows(engines: dict[str, Any], length: int, taken: dict[str, list[float]]) -
             predicted_flops=costs["exact"].total / costs[name].total,
             rows_x_layers=costs[name].rows_x_layers, flops=costs[name].total,
         )
-        for name in engines
+        for name in costs
     ]  # fmt: skip
+
+
+def name_of(clock: Callable[[], float]) -> str:
+    return str(getattr(clock, "__name__", None) or type(clock).__name__)
 
 
 def _now(engine: Any, clock: Callable[[], float]) -> float:

@@ -13,14 +13,22 @@ if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine, Prompts
 
 
+def check_count(who: str, name: str, value: object, what: str = "a number of tokens") -> None:
+    """ValueError, signed by `who`, for what is no whole number of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{who}: {name}={value!r}: {what}, 1 or more")
+
+
 @dataclass(frozen=True)
 class Texts:
-    """ids: of each text, prompt + continuation of them; groups: one label a text."""
+    """ids: of each text, prompt + continuation of them; groups: one label a text, its number where
+    none were given (grouped: they were)."""
 
     ids: tuple[tuple[int, ...], ...]
     groups: tuple[str, ...]
     prompt: int
     continuation: int
+    grouped: bool = True
 
     @staticmethod
     def of(
@@ -30,9 +38,8 @@ class Texts:
         """Raises ValueError naming the text that is bad or too short, and labels that don't fit."""
         from deepinfer.engine.text import encode_prompt, prompt_list
 
-        for name, value in (("prompt", prompt), ("continuation", continuation)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{who}: {name}={value!r}: a number of tokens, 1 or more")
+        check_count(who, "prompt", prompt)
+        check_count(who, "continuation", continuation)
         total, found = prompt + continuation, []
         for i, text in enumerate(prompt_list(texts)[0]):
             try:
@@ -57,7 +64,8 @@ class Texts:
                 f"{who}: {total} tokens, the model has "
                 f"{eng.config.max_position_embeddings} positions"
             )
-        return Texts(tuple(found), tuple(map(str, labels)), prompt, continuation)
+        given = groups is not None
+        return Texts(tuple(found), tuple(map(str, labels)), prompt, continuation, given)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,6 +78,10 @@ class Texts:
         """[c] the tokens that really come after the prompt of text i."""
         return torch.tensor(self.ids[i][self.prompt :])
 
+    def digest(self, i: int) -> str:
+        """A hash of the ids of text i, by which it is known again in another report."""
+        return hashlib.sha256(repr(self.ids[i]).encode()).hexdigest()[:16]
+
     def label(self, i: int) -> dict[str, object]:
         return dict(text=i, group=self.groups[i])
 
@@ -79,5 +91,5 @@ class Texts:
         digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
         return dict(
             texts=len(self), groups=len(set(self.groups)), prompt=self.prompt,
-            continuation=self.continuation, ids=digest,
+            grouped=self.grouped, continuation=self.continuation, ids=digest,
         )  # fmt: skip

@@ -12,8 +12,9 @@ from deepinfer.slots.protocols import ReplayPlan
 
 
 def lowest(plan: ReplayPlan, layer: int) -> int:
-    """The lowest position whose window key of a layer is kept and seen: distances count from it."""
-    return max(plan.start, plan.floor[layer], plan.rows_from[layer])
+    """The lowest position whose window key of a layer is kept and seen: distances count from it.
+    Rows that end at the layer, below its rows_from, have left their keys there."""
+    return max(plan.start, plan.floor[layer])
 
 
 def edges(window: int, length: int) -> list[int]:
@@ -29,11 +30,12 @@ def edges(window: int, length: int) -> list[int]:
 def window_errors(
     exact: Pass, other: Pass, plan: ReplayPlan, first: int, length: int, config: ModelConfig
 ) -> Iterator[dict[str, object]]:
-    """One row a layer from `first` on and distance bin: layer, distance (from, including), until,
-    rows, error2 and norm2 (sums of squares of the difference and of the exact keys), rel_l2 of
-    them.
+    """One row a layer from `first` on and distance bin: layer, lowest, distance (from, including),
+    until, rows, error2 and norm2 (sums of squares of the difference and of the exact keys), rel_l2
+    of them.
 
-    The rows are those of prompt and continuation at or above `lowest`.
+    The rows are those of prompt and continuation at or above `lowest`; where that is 0 the window
+    is whole, and distances are positions.
     """
     for layer in range(first, config.num_layers):
         low = lowest(plan, layer)
@@ -47,6 +49,7 @@ def window_errors(
             sums[i].index_add_(0, place, values)
         for i, (error2, norm2, rows) in enumerate(sums.T.tolist()):
             yield dict(
-                layer=layer, distance=int(ends[i]), until=int(ends[i + 1]), rows=int(rows),
-                error2=error2, norm2=norm2, rel_l2=(error2 / norm2) ** 0.5 if norm2 else 0.0,
+                layer=layer, lowest=low, distance=int(ends[i]), until=int(ends[i + 1]),
+                rows=int(rows), error2=error2, norm2=norm2,
+                rel_l2=(error2 / norm2) ** 0.5 if norm2 else 0.0,
             )  # fmt: skip
