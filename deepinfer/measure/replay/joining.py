@@ -76,9 +76,9 @@ def _texts(reports: Sequence[ReplayReport]) -> ReplayReport:
         rows: list[Any] = [plan[name] for plan in each]
         plans.append(rows[0] | {k: sum(row[k] for row in rows) for k in ("ran", "alone")})
     groups = {
-        _renamed(r, row, offset)["group"]
+        row["group"]
         for r, offset in zip(reports, offsets, strict=True)
-        for row in r.passages
+        for row in _renamed(r, "passages", offset)
     }
     digest = hashlib.sha256("".join(r.facts["ids"] for r in reports).encode()).hexdigest()[:16]
     counts = dict(texts=sum(r.facts["texts"] for r in reports), groups=len(groups), ids=digest)
@@ -92,11 +92,8 @@ def _report(
     facts: dict[str, Any],
 ) -> ReplayReport:
     def rows(name: str) -> list[dict[str, Any]]:
-        return [
-            _renamed(r, row, offset)
-            for r, offset in zip(reports, offsets, strict=True)
-            for row in getattr(r, name)
-        ]
+        parts = [_renamed(r, name, at) for r, at in zip(reports, offsets, strict=True)]
+        return [row for part in parts for row in part]
 
     passages, tokens, windows = rows("passages"), rows("tokens"), rows("windows")
     return ReplayReport.of(passages, tokens, windows, plans, reports[0].facts | facts)
@@ -106,10 +103,11 @@ def _groups(r: ReplayReport) -> dict[Any, Any]:
     return {row["text"]: row["group"] for row in r.passages}
 
 
-def _renamed(r: ReplayReport, row: dict[str, Any], offset: int) -> dict[str, Any]:
-    """A row whose text, and with it a label that is no more than its number, counts on."""
-    text = row["text"] + offset
-    return row | dict(text=text) | ({} if _grouped(r) else dict(group=str(text)))
+def _renamed(r: ReplayReport, name: str, offset: int) -> list[dict[str, Any]]:
+    """The rows of a table with numbers of texts, and labels that are no more than these, that count
+    on."""
+    rows = [row | dict(text=row["text"] + offset) for row in getattr(r, name)]
+    return rows if _grouped(r) else [row | dict(group=str(row["text"])) for row in rows]
 
 
 def _grouped(r: ReplayReport) -> bool:
