@@ -68,6 +68,8 @@ def _chunks(rt: Runtime, ids, prompt, sizes, plan: ReplayPlan, pages, slot, tap_
         tap: Tap | None = None if tap_of is None else tap_of(batch)
         logits = rt.model(rt.context(batch, tap)).logits
         dropped = size - logits.shape[0]
+        if plan.exact and plan.rows_from[-1]:  # of prompt rows it promises the last one's numbers only
+            logits[: max(min(prompt - 1, start + size) - start - dropped, 0)] = math.nan
         yield torch.cat([logits.new_full((dropped, vocab), math.nan), logits])
         start += size
 

@@ -239,10 +239,12 @@ def found(parts: Parts) -> str:
         f"0) and {interval(floor('top-k halved'), 'kl')} (half the index). The likeliest token is the same for "
         f"{100 * default['agreement']:.1f} % of tokens, and perplexity changes by {interval(_percent(default), 'p')} %.",
         f"**Its tail is long.** Median {number(default['kl_median'])}, p99 {number(default['kl_p99'])}, maximum "
-        f"{number(default['kl_max'])}: one token in some thousands changes as much as the worst ones of the floors "
-        f"({number(floor('fidelity 0')['kl_max'])}). A mean alone does not show that.",
-        f"**The error falls fast with keep.** With two windows (keep 127) it is {interval(wide, 'kl')}, no more than what "
-        f"prefilling the prompt in chunks of 100 changes in float32 ({interval(floor('chunks'), 'kl')}). From keep 190 on, "
+        f"{number(default['kl_max'])}: one token in some thousands changes more than half as much as the worst under "
+        f"fidelity 0 ({number(floor('fidelity 0')['kl_max'])}). A mean alone does not show that.",
+        f"**The error falls fast with keep.** With two windows (keep 127) its mean is {interval(wide, 'kl')}. That is "
+        f"about the mean of prefilling the prompt in chunks of 100 in float32 ({interval(floor('chunks'), 'kl')}), which a "
+        f"few flipped roundings make; of most tokens keep 127 changes more (medians {number(wide['kl_median'])} and "
+        f"{number(floor('chunks')['kl_median'])}). From keep 190 on, "
         "40 % of the way to the exact length, it is in the noise of float32, where a rounding that flips decides the "
         "maximum; `halo` and the exact keep, which are exact in float64, are no better.",
         f"**Below one window it is another matter.** With a quarter of a window KL is {interval(row('short 16'), 'kl')}, "

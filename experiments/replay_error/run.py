@@ -63,8 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = facts(eng, sizes.of(name))
         path = o.out / f"{name}.json"
         if not o.again and done(path, about):
-            print(f"{name}: there already", flush=True)
+            print(f"{name}: there already (--again measures it anew)", flush=True)
             continue
+        if not o.again and path.exists():
+            raise SystemExit(
+                f"{path} has this part in other sizes, of other weights or another dtype: give "
+                "another --out, or --again to replace it"
+            )
         start, cpu = time.perf_counter(), time.process_time()
 
         def say(words: str) -> None:

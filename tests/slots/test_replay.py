@@ -229,3 +229,22 @@ def test_a_policy_that_promises_more_than_its_plan_is_refused():
     with pytest.raises(ValueError, match="promises to be exact and made a plan that is not"):
         eng.generate([5] * 60, max_tokens=1)
     assert len(eng.generate([[5] * 20], max_tokens=2, ignore_eos=True)[0].token_ids) == 2  # not cut
+
+
+def test_rows_of_an_exact_plan_that_are_not_exact_are_no_numbers():
+    """Halo runs them for the windows behind them; their own logits come from windows that are cut."""
+    eng = di.Engine.tiny(dtype="float64")
+    ids, prompt = [5 + 7 * i % 900 for i in range(180)], 160
+    want = eng.logits(ids)
+    for chunks in (None, [100, 60, 20], [150, 30], [170, 10]):
+        got = eng.with_(replay="halo").logits(ids, prompt=prompt, chunks=chunks)
+        assert got[: prompt - 1].isnan().all()
+        assert (got[prompt - 1 :] - want[prompt - 1 :]).abs().max() < 1e-10
+
+
+def test_a_plan_that_was_not_made_is_named():
+    class Nothing(Exact):
+        def plan(self, prompt, config):
+            ...
+
+    assert "plan returned None: want a ReplayPlan" in repr(check(Nothing()))

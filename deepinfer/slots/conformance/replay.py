@@ -53,9 +53,8 @@ def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | 
                     if not prompt.wants_all_logits:
                         raise
                     plan = None
-                expect(
-                    plan is None or isinstance(plan, ReplayPlan), f"plan is a {type(plan).__name__}"
-                )
+                else:
+                    expect(isinstance(plan, ReplayPlan), f"plan returned {plan!r}: want a ReplayPlan")
             yield words, prompt, config, plan
 
 
