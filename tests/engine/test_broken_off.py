@@ -89,6 +89,7 @@ def test_a_second_interrupt_while_the_first_is_put_right(overlap):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # about 700 lines, an engine each
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_second_interrupt_at_every_line(overlap):
     n = 1
