@@ -194,7 +194,7 @@ class Stats:
         self.closed_steps += 1
 
     def drop(self, record: StepRecord) -> None:
-        """The step ran nothing, or failed: it is not recorded. Of several the last one first."""
+        """The step, the last one begun, ran nothing: it is not recorded. One that failed: `recover`."""
         self._host.turn(None)
         self._preempted -= record.preempted
         while self._marks and self._marks[-1][0] is record:  # never walked: a thread may add its own

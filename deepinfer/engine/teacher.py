@@ -25,7 +25,8 @@ def forced_logits(
     rt: Runtime, ids: list[int], prompt: int | None, chunks: list[int] | None, tap_of=None
 ) -> Tensor:
     """[t, v] logits of every row. The first `prompt` ids are the replay policy's prompt (default all);
-    the rest is fed as decode rows. Rows a policy drops are NaN. See Engine.logits."""
+    the rest is fed as decode rows. Rows a policy drops are NaN; under an exact policy that drops rows
+    so are all prompt rows but the last, which come from windows that are cut. See Engine.logits."""
     prompt = len(ids) if prompt is None else prompt
     if not 1 <= prompt <= len(ids):
         raise ValueError(f"prompt={prompt}: the first rows to treat as the prompt, 1..{len(ids)}")
