@@ -65,6 +65,8 @@ def test_json_in_a_file_and_what_is_no_table(tmp_path):
     assert (tmp_path / "t.csv").read_text("utf-8") == table.to_csv()
     with pytest.raises(ValueError, match="not a table"):
         di.Table.from_json('{"rows": []}')
+    with pytest.raises(ValueError, match="not a whole table: it has no columns, title, prov"):
+        di.Table.from_json('{"format": "deepinfer.Table/1"}')
 
 
 def test_cells_are_plain_values():

@@ -31,6 +31,7 @@ class EngineFacts:
     _shared: weights.Weights
     _settings: EngineConfig
     _slots: dict[str, Any]
+    _started: dict[str, Any]
     _runtime: Runtime | None
     _loop: Loop | None
     _closed: bool
@@ -59,8 +60,8 @@ class EngineFacts:
 
     @property
     def slots(self) -> dict[str, Any]:
-        """Slot name -> the settings object it was made with."""
-        return dict(self._slots)
+        """Slot name -> the engine's own copy of the object that it was made with."""
+        return dict(self._started)
 
     @property
     def model(self):

@@ -141,6 +141,9 @@ class Table:
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             found = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
             raise ValueError(f"not a table: format {FORMAT!r} expected, found {found!r}")
+        missing = [n for n in ("columns", "title", "provenance", "rows") if n not in whole]
+        if missing:
+            raise ValueError(f"not a whole table: it has no {', '.join(missing)}")
         whole = jsonable.decode(whole)
         table = cls((), whole["columns"], title=whole["title"])
         table.provenance = whole["provenance"]

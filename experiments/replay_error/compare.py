@@ -6,6 +6,7 @@ are and whether the second's means lie within the first's intervals. Seconds are
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,9 @@ def outside(a: Table, b: Table) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where all is the same to the digit."""
-    first, second = (read_all(Path(f)) for f in (arguments or sys.argv[1:]))
+    p = argparse.ArgumentParser(prog="python -m experiments.replay_error.compare", description=__doc__)
+    p.add_argument("folders", type=Path, nargs=2, help="results of two runs")
+    first, second = (read_all(f) for f in p.parse_args(arguments).folders)
     found = 0
     for name in [n for n in first if n in second]:
         mine, its = first[name].tables, second[name].tables

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -324,7 +325,9 @@ def filled(text: str, parts: Parts) -> str:
     return re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", one, text, flags=re.S)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m experiments.replay_error.findings", description=__doc__)
+    p.parse_args(arguments)
     readme, parts = HERE / "README.md", read_all(HERE / "results")
     readme.write_text(filled(readme.read_text("utf-8"), parts), "utf-8")
     return 0

@@ -430,6 +430,19 @@ def test_engine_policy_does_not_matter_and_the_engine_is_left_alone(eng, report)
     assert other._runtime is None and other.slots["replay"].keep == 3
 
 
+def test_policies_are_keeps_objects_classes_or_names(eng):
+    """Alone or in a list; what has no name of its own is named by its repr."""
+    keeps = [KEEP, "halo", Bounded(keep=40), Halo]
+    report = di.measure.replay_error(eng, TEXTS[:2], keeps, PROMPT, MORE, drafter=False)
+    want = (f"keep {KEEP}", "halo", "Bounded(keep=40, mode='compact')", "Halo")
+    assert report.policies == want
+    for alone in ("halo", Halo(), Halo):
+        one = di.measure.replay_error(eng, TEXTS[:2], alone, PROMPT, MORE, drafter=False)
+        assert max(one.tokens["kl"]) < 1e-12 and len(one.policies) == 1
+    with pytest.raises(TypeError, match="replay_error: want an Engine, found str 'nano'"):
+        di.measure.replay_error("nano", TEXTS, KEEP, PROMPT, MORE)
+
+
 def test_keeps_are_bounded_policies(eng):
     report = di.measure.replay_error(eng, TEXTS[:1], [KEEP, 40], PROMPT, MORE)
     assert report.policies == (f"keep {KEEP}", "keep 40")
@@ -462,7 +475,11 @@ def test_keeps_are_bounded_policies(eng):
         (dict(keeps={22: Last(keep=22), "22": Last(keep=40)}), ValueError, "'22' is given twice"),
         (dict(keeps=None), ValueError, "replay_error: keeps=None"),
         (dict(keeps=1.5), ValueError, r"replay_error: keeps=1\.5"),
-        (dict(keeps="exact"), ValueError, "replay_error: keeps='exact'"),
+        (dict(keeps="exact"), ValueError, "'exact' means the reference"),
+        (dict(keeps=["exact", 40]), ValueError, "'exact' means the reference"),
+        (dict(keeps=[40, object]), ValueError, "replay_error: keeps=<class 'object'>: want a number"),
+        (dict(keeps=True), ValueError, "keeps=True: want a number"),
+        (dict(keeps="halloo"), ValueError, "halloo"),
         (dict(keeps={"bad": "no such policy"}), ValueError, "no such policy"),
     ],
 )

@@ -248,3 +248,13 @@ def test_a_plan_that_was_not_made_is_named():
             ...
 
     assert "plan returned None: want a ReplayPlan" in repr(check(Nothing()))
+
+
+def test_an_engine_shows_what_it_runs():
+    """Its own copy: with keep in tokens, and whatever becomes of the object that it was given."""
+    mine = Bounded(30)
+    given, own = di.Engine.tiny(replay=mine), di.Engine.tiny(replay=Bounded())
+    mine.keep = 99
+    assert "Bounded(keep=30" in repr(given) and given.slots["replay"].keep == 30
+    assert "Bounded(keep=28" in repr(own)
+    assert own.with_(fidelity=0).slots["replay"].keep == 28

@@ -11,7 +11,7 @@ with the same weights and slots. All policies share the layers in front of their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,14 @@ from deepinfer.measure.replay.passes import Pass, Passage, behind_hit, first_lay
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts, check_count
 from deepinfer.measure.replay.windows import window_errors
-from deepinfer.slots.protocols import Prompt, ReplayPlan
+from deepinfer.slots.protocols import Prompt, Replay, ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine, Prompts
     from deepinfer.engine.runtime import Runtime
 
-Keeps = int | Iterable[int] | Mapping[str, Any]
+Policy = int | str | Replay  # a keep of Bounded, a name of the slot, a policy
+Keeps = Policy | Iterable[Policy] | Mapping[str, str | Replay]
 
 
 @torch.no_grad()
@@ -50,8 +51,10 @@ def replay_error(
 ) -> ReplayReport:
     """Errors and costs of replay policies on the tokens behind a prompt.
 
-    eng: its own replay policy does not matter. keeps: one or more values of Bounded(keep=...), or
-    named policies (objects, or names of the slot). groups: one label a text (the module it comes
+    eng: its own replay policy does not matter. prompt: the first tokens of each text, prefilled by
+    each policy; continuation: the tokens behind them, which the text itself gives and whose laws
+    are compared. keeps: one policy or several, each a keep of Bounded(keep=...), an object or a
+    name of the replay slot; or a dict of them, by the names that you give. groups: one label a text (the module it comes
     from, say), over which intervals are taken; default: each text its own. hit: tokens of exact
     block KV, in whole pages, that are at hand without state KV, as after a prefix hit. drafter:
     expected accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A
@@ -69,7 +72,7 @@ def replay_error(
         check_pages(hit, prompt, rt.limits.page_size)
         plans = {name: plan_of(e, name, prompt, hit) for name, e in engines.items()}
         rows = Rows(found, plans, rt, apart if drafter else 0)
-        for i in range(len(found)):
+        for i in counted(len(found), "replay error"):
             rows.measure(i, hit)
         facts: dict[str, Any] = of_engine(eng) | found.facts | dict(hit=hit, apart=apart)
         facts["policies"] = {name: repr(e.slots["replay"]) for name, e in engines.items()}
@@ -81,17 +84,14 @@ def replay_error(
 
 
 def policies(eng: Engine, keeps: Keeps, who: str) -> dict[str, Engine]:
-    """An engine for every policy; nothing runs in them, they have checked the policy. who: signs
-    the errors."""
+    """An engine for every policy; nothing runs in them, they have checked the policy. keeps: a dict
+    name -> policy, or one or more keeps, policy objects and names of the slot. who: signs the
+    errors."""
     if isinstance(keeps, Mapping):
         items = [(str(name), policy) for name, policy in keeps.items()]
     else:
-        from deepinfer.slots.replay import Bounded
-
-        values = [keeps] if isinstance(keeps, int) else keeps
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise ValueError(f"{who}: keeps={keeps!r}: want numbers of tokens, or policies by name")
-        items = [(f"keep {k}", Bounded(keep=k)) for k in values]
+        alone = isinstance(keeps, str) or not isinstance(keeps, Iterable)
+        items = [named_policy(value, who) for value in ([keeps] if alone else keeps)]
     if not items:
         raise ValueError(f"{who}: no keeps: give at least one, or policies by name")
     names = [name for name, _ in items]
@@ -101,6 +101,32 @@ def policies(eng: Engine, keeps: Keeps, who: str) -> dict[str, Engine]:
     if twice:
         raise ValueError(f"{who}: keeps: {', '.join(map(repr, twice))} is given twice")
     return {name: eng.with_(replay=policy) for name, policy in items}
+
+
+def named_policy(value: Any, who: str) -> tuple[str, Any]:
+    """(name, policy) of a keep, a name of the slot, or a policy object or class."""
+    from deepinfer.slots.replay import Bounded
+
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"keep {value}", Bounded(keep=value)
+    if isinstance(value, str):
+        return value, value
+    if callable(getattr(value, "plan", None)):
+        return (value.__name__ if isinstance(value, type) else repr(value)), value
+    raise ValueError(
+        f"{who}: keeps={value!r}: want a number of tokens, a policy, a name of the replay slot, "
+        "or a dict of policies by name"
+    )
+
+
+def counted(total: int, what: str) -> Iterator[int]:
+    """0..total-1, with a bar where a person watches."""
+    from deepinfer.display.progress import bar
+
+    with bar(total, what, unit="text") as shown:
+        for i in range(total):
+            yield i
+            shown.update()
 
 
 def plan_of(
@@ -310,7 +336,7 @@ def logits_error(
         named(eng, engines)
     found = Texts.of(eng, texts, prompt, continuation, groups, "logits_error")
     passages, tokens = [], []
-    for i in range(len(found)):
+    for i in counted(len(found), "logits error"):
         ids = found.fed(i)
         p = eng.logits(ids, prompt=prompt)[prompt - 1 :]
         check_finite(p, "the first engine", i, prompt, "logits_error")

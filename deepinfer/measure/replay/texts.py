@@ -35,9 +35,13 @@ class Texts:
         eng: Engine, texts: Prompts, prompt: int, continuation: int, groups: Sequence[Any] | None,
         who: str,
     ) -> Texts:  # fmt: skip
-        """Raises ValueError naming the text that is bad or too short, and labels that don't fit."""
+        """Raises ValueError naming the text that is bad or too short, and labels that don't fit;
+        TypeError for what is no Engine."""
+        from deepinfer.engine.engine import Engine
         from deepinfer.engine.text import encode_prompt, prompt_list
 
+        if not isinstance(eng, Engine):
+            raise TypeError(f"{who}: want an Engine, found {type(eng).__name__} {eng!r}")
         check_count(who, "prompt", prompt)
         check_count(who, "continuation", continuation)
         total, found = prompt + continuation, []
