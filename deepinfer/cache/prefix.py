@@ -19,7 +19,7 @@ import hashlib
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Sequence, TypeVar
 
 from deepinfer.cache.pages import PageManager
 
@@ -131,6 +131,13 @@ class Store(Protocol[V]):
     def clear(self) -> None: ...
 
 
+class Peekable(Store[V], Protocol[V]):
+    """A store that evicts by use. peek: the value or None, not counted as one; a store that keeps
+    values elsewhere fetches none for it."""
+
+    def peek(self, key: bytes) -> V | None: ...
+
+
 class HeldPage(NamedTuple):
     """A page whose content is known. exact: no row in it was computed on an approximate window."""
 
@@ -205,10 +212,13 @@ class PageStore:
 
 
 class Sized(Protocol):
-    """What SnapshotStore keeps: anything that says its bytes."""
+    """What SnapshotStore keeps: anything that says its bytes, and which of two is worth more."""
 
     @property
     def exact(self) -> bool: ...
+
+    @property
+    def rank(self) -> Any: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -240,6 +250,10 @@ class SnapshotStore(Generic[S]):
             self._held.move_to_end(key)
         return self._held.get(key)
 
+    def peek(self, key: bytes) -> S | None:
+        """The value or None; not counted as a use."""
+        return self._held.get(key)
+
     def put(self, key: bytes, value: S) -> bool:
         """False, and nothing is evicted, where the value alone is larger than the budget."""
         if value.nbytes > self.budget:
@@ -269,15 +283,14 @@ class SnapshotStore(Generic[S]):
 
 
 class Hit(NamedTuple):
-    """What is known of a prompt. pages: of its first `length` tokens; snapshot: the window rows at
-    position `at` <= length, None and 0 where there is none; exact: all of it is.
+    """What is known of a prompt. pages: of its first `length` tokens; snapshots: the window rows at
+    positions <= length, highest first; exact: all pages are.
 
     It is a finding, nothing is held by it: `pin` the pages before the next `take`."""
 
     pages: tuple[int, ...] = ()
     length: int = 0
-    snapshot: Snapshot | None = None
-    at: int = 0
+    snapshots: tuple[Snapshot, ...] = ()
     exact: bool = True
 
 
@@ -295,7 +308,12 @@ class PrefixCache:
     """
 
     def __init__(
-        self, page_size: int, pages: Store[HeldPage], snapshots: Store[Snapshot], *, model: str = ""
+        self,
+        page_size: int,
+        pages: Store[HeldPage],
+        snapshots: Peekable[Snapshot],
+        *,
+        model: str = "",
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: a page holds 1 token or more")
@@ -328,22 +346,19 @@ class PrefixCache:
         self.snapshots.clear()
 
     def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> Hit:
-        """The longest run of known pages of at most `limit` tokens, and the last boundary in it
-        with a snapshot. exact: nothing computed on an approximate window is served."""
+        """The longest run of known pages of at most `limit` tokens, and the snapshots at their
+        ends (`snapshots.get` the one that is used). exact: nothing computed on an approximate
+        window is served."""
         found: list[HeldPage] = []
         for key in keys[: max(limit, 0) // self.page_size]:
             held = self.pages.get(key)
             if held is None or (exact and not held.exact):
                 break
             found.append(held)
-        snapshot, at = None, len(found)
-        while at and snapshot is None:
-            snapshot = self.snapshots.get(keys[at - 1])
-            if snapshot is None or (exact and not snapshot.exact):
-                snapshot, at = None, at - 1
-        all_exact = all(h.exact for h in found) and (snapshot is None or snapshot.exact)
-        size = self.page_size
-        return Hit(tuple(h.page for h in found), len(found) * size, snapshot, at * size, all_exact)
+        there = [self.snapshots.peek(key) for key in reversed(keys[: len(found)])]
+        some = tuple(s for s in there if s is not None and (s.exact or not exact))
+        pages = tuple(h.page for h in found)
+        return Hit(pages, len(pages) * self.page_size, some, all(h.exact for h in found))
 
     def register(self, keys: Sequence[bytes], pages: Sequence[int], *, exact: bool = True) -> int:
         """The content of these used pages is now known: pages[i] holds what keys[i] says, up to the
@@ -352,7 +367,9 @@ class PrefixCache:
         stays, unless only the second is exact."""
         new = 0
         for key, page in zip(keys, pages):
-            new += self._put(self.pages, key, HeldPage(page, exact))
+            old = self.pages.get(key)
+            if old is None or exact > old.exact:
+                new += self.pages.put(key, HeldPage(page, exact))
         return new
 
     def register_snapshot(self, keys: Sequence[bytes], snapshot: Snapshot) -> bool:
@@ -364,11 +381,6 @@ class PrefixCache:
                 f"pages of {self.page_size} tokens: want one of the boundaries {self.page_size} to "
                 f"{len(keys) * self.page_size}"
             )
-        return self._put(self.snapshots, keys[pages - 1], snapshot)
-
-    @staticmethod
-    def _put(store: Store, key: bytes, value: HeldPage | Snapshot) -> bool:
-        old = store.get(key)
-        if old is not None and (old.exact or not value.exact):
-            return False
-        return store.put(key, value)
+        old = self.snapshots.peek(keys[pages - 1])
+        worth = old is None or snapshot.rank > old.rank
+        return worth and self.snapshots.put(keys[pages - 1], snapshot)

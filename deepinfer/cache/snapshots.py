@@ -3,7 +3,8 @@
 At position p that is, per backbone layer, the window keys of the last min(window, p) positions, as
 they are stored. Nothing else: a page is a multiple of every compress ratio, so no group is open at
 its end; the drafter's window is filled by the rows that run behind the boundary; the ids before
-them are known. 528 bytes a row and layer in the released format.
+them are known. 528 bytes a row and layer in the released format. Where a prompt was cut, the first
+layers alone have them: its later layers ran no such rows, or ran them on an approximate window.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from deepinfer.kernels.records import Records
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Window rows at `position`. windows: per backbone layer [n, width of the ring's storage], the
-    rows of positions position-n..position-1, n = min(window, position). exact: none of them was
-    computed on an approximate window."""
+    """Window rows at `position`. windows: of the first backbone layers, or of all, [n, width of the
+    ring's storage], the rows of positions position-n..position-1, n = min(window, position). exact:
+    none of them was computed on an approximate window. floor: the highest of the plan that they
+    were computed with: with another one the later layers' rows are others."""
 
     position: int
     windows: tuple[Tensor, ...]
     exact: bool = True
+    floor: int = 0
 
     @staticmethod
     def from_rings(
@@ -38,28 +41,30 @@ class Snapshot:
         *,
         computed: int,
         drafts: int = 0,
-        lowest: int = 0,
+        layers: int | None = None,
         exact: bool = True,
+        floor: int = 0,
     ) -> Snapshot:
-        """Copy the rows out of the rings of slot `state`. Raises ValueError where they are not, or
-        no longer, all there; `held` says so before, and explains the other arguments."""
-        if not held(cache, position, computed=computed, drafts=drafts, lowest=lowest):
+        """Copy the rows of the first `layers` layers (None: of all) out of the rings of slot
+        `state`. Raises ValueError where they are no longer all there; `held` says so before, and
+        explains the other arguments."""
+        if not held(cache, position, computed=computed, drafts=drafts):
             n = rows_at(cache, position)
             raise ValueError(
                 f"the window rows {position - n}..{position - 1} were asked of rings that hold "
-                f"{max(computed + drafts - cache.ring, lowest)}..{computed - 1}: capture a "
+                f"{max(computed + drafts - cache.ring, 0)}..{computed - 1}: capture a "
                 f"boundary no more than {cache.ring - n - drafts} positions back, or hand the rows "
                 "over with from_rows"
             )
         places = ring_rows(cache, state, position)
-        rows = tuple(cache.windows[i].stored[places] for i in backbone(cache))
-        return Snapshot(position, rows, exact)
+        rows = tuple(cache.windows[i].stored[places] for i in backbone(cache)[:layers])
+        return Snapshot(position, rows, exact, floor)
 
     @staticmethod
     def from_rows(
         cache: KVCache, rows: Sequence[Tensor], position: int, *, exact: bool = True
     ) -> Snapshot:
-        """From the rows [n, width] of every backbone layer, oldest first, in the ring's stored
+        """From the rows [n, width] of the first backbone layers, oldest first, in the ring's stored
         format (see `as_stored`); they are copied. For boundaries inside a chunk longer than the
         rings."""
         snapshot = Snapshot(position, tuple(r.detach().clone() for r in rows), exact)
@@ -67,12 +72,27 @@ class Snapshot:
         return snapshot
 
     @property
+    def layers(self) -> int:
+        """How many of the first backbone layers have their rows here."""
+        return len(self.windows)
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Which of two snapshots of the same prefix is worth more."""
+        return self.exact, self.layers
+
+    @property
     def nbytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in self.windows)
 
     def to(self, device: torch.device | str) -> Snapshot:
         """The same on another device, as a store in host memory wants it."""
-        return Snapshot(self.position, tuple(w.to(device) for w in self.windows), self.exact)
+        rows = tuple(w.to(device) for w in self.windows)
+        return Snapshot(self.position, rows, self.exact, self.floor)
+
+    def first(self, layers: int) -> Snapshot:
+        """The same of the first `layers` layers alone."""
+        return Snapshot(self.position, self.windows[:layers], self.exact, self.floor)
 
     def restore(self, cache: KVCache, state: int, position: int) -> None:
         """Write the rows into the rings of slot `state`, whose sequence then goes on at `position`.
@@ -91,10 +111,10 @@ class Snapshot:
     def check(self, cache: KVCache) -> None:
         """Raises ValueError where these are not the rows of a boundary in this cache."""
         n, layers = rows_at(cache, self.position), backbone(cache)
-        if len(self.windows) != len(layers):
+        if not 0 < self.layers <= len(layers):
             raise ValueError(
-                f"window rows of {len(self.windows)} layers for a model of {len(layers)}: "
-                "one tensor a backbone layer, none for the drafter"
+                f"window rows of {self.layers} layers for a model of {len(layers)}: "
+                "one tensor a backbone layer from the first on, none for the drafter"
             )
         for layer, rows in zip(layers, self.windows):
             stored = cache.windows[layer].stored
@@ -128,18 +148,14 @@ def rows_at(cache: KVCache, position: int) -> int:
     return min(max(s.window for s in cache.specs), position)
 
 
-def held(
-    cache: KVCache, position: int, *, computed: int, drafts: int = 0, lowest: int = 0
-) -> bool:
-    """Whether the rings of a sequence hold the rows of a boundary.
+def held(cache: KVCache, position: int, *, computed: int, drafts: int = 0) -> bool:
+    """Whether the rings of a sequence still hold the rows of a boundary, of layers that wrote them.
 
     computed: its positions that are stored and valid; drafts: rows past them that a step has
-    written and not accepted (too many is safe); lowest: first position that is there in every
-    layer: the largest kv_from of its replay plan, or where the rows of the snapshot begin that it
-    went on from.
+    written and not accepted (too many is safe).
     """
     first = position - rows_at(cache, position)
-    return position <= computed and first >= max(computed + drafts - cache.ring, lowest)
+    return position <= computed and first >= computed + drafts - cache.ring
 
 
 def ring_rows(cache: KVCache, state: int, position: int) -> Tensor:

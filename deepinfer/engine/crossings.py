@@ -30,13 +30,18 @@ if TYPE_CHECKING:
 
 class Crossings:
     """Called by every layer with the window rows that it is about to write. wanted: by number of
-    the share, the page ends in it, ascending; a share without any is looked at all the same."""
+    the share, the page ends in it, ascending, and of how many of the first layers their rows are
+    taken; a share without any is looked at all the same."""
 
     def __init__(
-        self, cache: KVCache, shares: tuple[Share, ...], wanted: dict[int, list[int]]
+        self, cache: KVCache, shares: tuple[Share, ...], wanted: dict[int, dict[int, int]]
     ) -> None:
         self.cache, self.shares, self.wanted = cache, shares, wanted
-        self.slots = [s.request.slot for s in shares]  # as now: the layers run later
+        # As now: the layers run later, and their rows are read later still.
+        self.slots = [s.request.slot for s in shares]
+        self._marks = {
+            i: (shares[i].request.prefix.exact, max(shares[i].request.plan.floor)) for i in wanted
+        }
         self._rows: dict[tuple[int, int], list[Tensor]] = {
             (i, at): [] for i, ends in wanted.items() for at in ends
         }
@@ -52,7 +57,10 @@ class Crossings:
         assert ring is not None  # a cache has storage
         segments = {i: (first, stop) for i, first, stop in keys.segments or ()}
         self._look(layer, rows, segments)
-        for i, ends in self.wanted.items():
+        for i, all_ends in self.wanted.items():
+            ends = [at for at, layers in all_ends.items() if layer < layers]
+            if not ends:
+                continue
             first, last = segments[i]
             share = self.shares[i]
             own = as_stored(records, rows[first:last])
@@ -92,7 +100,7 @@ class Crossings:
         out: dict[int, dict[int, Snapshot]] = {}
         for (i, at), rows in self._rows.items():
             request = self.shares[i].request
-            snapshot = Snapshot(at, tuple(rows), request.prefix.exact)
+            snapshot = Snapshot(at, tuple(rows), *self._marks[i])
             snapshot.check(self.cache)
             out.setdefault(request.id, {})[at] = snapshot
         return out

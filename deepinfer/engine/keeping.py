@@ -94,7 +94,7 @@ class Keeping:
         already or nobody can make it any more."""
         key = keys[at // self.page_size - 1]
         there = key in self.store
-        if new is not None and not (there and self.store.get(key).exact >= new.exact):
+        if new is not None and not (there and self.store.get(key).rank >= new.rank):
             if not self._room(new.nbytes, spare=role == "spare"):
                 return
             if not self.store.put(key, new):

@@ -35,7 +35,7 @@ class Prefix:
     """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
     full pages; adopted, known: pages that it took over, that it and the cache have registered;
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values,
-    or a chunk of it was not finite; window_from: lowest position with window rows in every layer; cached_tokens: tokens that it did
+    or a chunk of it was not finite; window_from: of each layer the lowest position with window rows; cached_tokens: tokens that it did
     not compute when it began first, None before; generation: of the cache when it began. branch,
     goal, stride, tail: where it leaves snapshots (see `keeping`): the end of the pages that others
     had, of its prefill, what lies between spare ones, its tail."""
@@ -47,7 +47,7 @@ class Prefix:
     known: int = 0
     exact: bool = True
     edited: bool = False
-    window_from: int = 0
+    window_from: tuple[int, ...] = ()
     cached_tokens: int | None = None
     generation: int = 0
     branch: int = 0

@@ -4,9 +4,14 @@ A hit is looked up whenever a request is admitted, again after it gave way too. 
 length - (window + backtracking) tokens in whole pages, so that the rows behind it fill the window
 of the drafter; the limit is the same without a drafter. The replay policy says where the rows
 begin: `exact` at the last snapshot, whose window rows are then put into the request's rings;
-`bounded` on its encoder side one window below the hit, on empty rings; `halo` as far below it as
-exact windows take. What an inexact plan leaves is marked so, also the block KV that a decoder-side
-cut alone does not touch: nobody exact reads the cache of an engine that is not.
+`bounded` on its decoder side at a snapshot of the layers before the cut, on its encoder side one
+window below the hit, on empty rings; `halo` as far below it as exact windows take. What an inexact
+plan leaves is marked so, also the block KV that a decoder-side cut alone does not touch: nobody
+exact reads the cache of an engine that is not.
+
+A prompt that is cut leaves snapshots of the layers before the cut alone (in the release the encoder,
+whose windows are all that is stored: V4.1 technical report). They are exact, and whoever begins at
+one of them runs its own cut behind it, so that a hit changes no number.
 
 After each commit the pages that have become full are registered, and the window rows at some of
 their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of
@@ -101,9 +106,10 @@ class Reuse:
         self.pages = PageStore(rt.pages)
         self.snapshots: SnapshotStore[Snapshot] = SnapshotStore(snapshot_budget)
         self.prefix = PrefixCache(self.page_size, self.pages, self.snapshots, model=model)
-        most = snapshot_budget // max(snapshot_bytes(rt.cache), 1)
+        kept, layers = self.cut()
+        most = snapshot_budget // max(snapshot_bytes(rt.cache, layers), 1)
         self.keeping = Keeping(
-            self.snapshots, self.page_size, self.reserve, most // rt.limits.seqs
+            self.snapshots, self.page_size, max(self.reserve, kept), most // rt.limits.seqs
         )
         self.traces: list[Trace] = []
         self.hits = 0
@@ -157,25 +163,45 @@ class Reuse:
                 f"replay {self.rt.replay!r}: write_from {plan.write_from} is inside a page of "
                 f"{self.page_size} tokens; a hit is adopted in whole pages"
             )
-        snapshot = None
-        if plan.start and min(plan.floor) < plan.start:
-            if plan.start != hit.at or hit.snapshot is None:
+        exact, snapshot = hit.exact, None
+        if need := plan.layers_below:
+            there = [s for s in hit.snapshots if s.position == plan.start and s.layers >= need]
+            if not there:
+                have = ", ".join(f"{s.position} ({s.layers} layers)" for s in hit.snapshots)
                 raise ValueError(
-                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys below it, "
-                    f"state KV is at hand at {hit.at} only"
+                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys of {need} "
+                    f"layers below it, state KV is at hand at: {have or 'no place'}"
                 )
-            snapshot = hit.snapshot
-        return Start(hit.pages[:pages], plan, snapshot, hit.exact, hit.length)
+            key = self.keys(request, plan.start)[-1]
+            found = self.snapshots.get(key)  # counts as a use
+            assert found is not None
+            exact, snapshot = exact and found.exact, found.first(need)
+        return Start(hit.pages[:pages], plan, snapshot, exact, hit.length)
 
     def plan(self, request: Request, hit: Hit) -> ReplayPlan:
         """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing
-        is dropped: the plan of the prompt stays, and its rows begin at the snapshot."""
-        prompt = len(request.prompt)
+        is dropped: the plan of the prompt stays, and its rows begin at a snapshot of all layers.
+        One that another request has left, whose prompt was cut elsewhere, is none of this one."""
+        prompt, wants = len(request.prompt), request.wants_prompt_logprobs
         inside = min(hit.length, (prompt - 1) // self.page_size * self.page_size)
-        behind = hit.at > inside
-        found = (0, 0) if behind else (inside, hit.at)
-        plan = self.rt.replay_plan(Prompt(prompt, *found, request.wants_prompt_logprobs))
-        return dataclasses.replace(plan, start=hit.at, write_from=hit.at) if behind else plan
+        layers = self.rt.config.num_layers
+        behind = [s for s in hit.snapshots if s.position > inside and s.layers == layers]
+        if behind:
+            plan = self.rt.replay_plan(Prompt(prompt, 0, 0, wants))
+            floors = {max(p.floor) for p in (plan, request.plan) if p is not None}
+            if own := [s.position for s in behind if s.floor in floors]:
+                return dataclasses.replace(plan, start=own[0], write_from=own[0])
+        states = tuple((s.position, s.layers) for s in hit.snapshots if s.position <= inside)
+        whole = max((at for at, have in states if have == layers), default=0)
+        return self.rt.replay_plan(Prompt(prompt, inside, whole, wants, states))
+
+    def cut(self) -> tuple[int, int]:
+        """(prompt rows above the policy's cut, layers whose windows a cut prompt leaves), by the
+        plan of a prompt as long as any; (0, all) where nothing is cut."""
+        length = self.rt.limits.model_len - 1
+        plan, layers = self.rt.replay_plan(Prompt(length)), self.rt.config.num_layers
+        own = sum(f == min(plan.floor) for f in plan.floor)
+        return (length - max(plan.floor), own) if own < layers and not plan.exact else (0, layers)
 
     def begin(self, request: Request, start: Start) -> None:
         """The request has its pages and slot: it goes on behind what it took over."""
@@ -188,10 +214,13 @@ class Reuse:
         mine.adopted = mine.known = len(start.pages)
         mine.exact = start.plan.exact and start.exact
         mine.edited = False
-        restored = 0 if start.snapshot is None else rows_at(self.rt.cache, at)
-        mine.window_from = max(at - restored, *start.plan.kv_from)
+        layers = 0 if start.snapshot is None else start.snapshot.layers
+        low = at - rows_at(self.rt.cache, at) if layers else at
+        mine.window_from = tuple(
+            max(low if i < layers else at, lowest) for i, lowest in enumerate(start.plan.kv_from)
+        )
         keys = self.keys(request, request.length)
-        self.keeping.begin(request, keys, at if restored else 0, self.shared(keys))
+        self.keeping.begin(request, keys, at if layers else 0, self.shared(keys))
         self.lost_tokens += max(start.found - at, 0)
         self.hits += bool(start.pages)  # also where a replay begins at 0, below all that it adopts
         self.hit_tokens += at
@@ -212,7 +241,7 @@ class Reuse:
 
     def crossings(self, shares: tuple[Share, ...]) -> Crossings | None:
         """What collects the window rows at the page ends inside the prefill chunks of a step."""
-        wanted: dict[int, list[int]] = {}
+        wanted: dict[int, dict[int, int]] = {}
         for i, share in enumerate(shares):
             if not share.decode and (ends := self.ends(share)):
                 wanted[i] = ends
@@ -223,21 +252,34 @@ class Reuse:
         """Whether what it computes now may serve others."""
         return not self.edited and not request.prefix.edited and self.current(request)
 
-    def ends(self, share: Share) -> list[int]:
-        """Page ends in a chunk that are to be kept and whose snapshot is not there yet."""
+    def layers(self, request: Request, at: int) -> int:
+        """Of how many of the first layers a snapshot at a page end is worth keeping; 0 where the
+        encoder is not whole. Of a prompt that was cut, the rows of the layers behind the cut are
+        nobody else's: whose prompt ends elsewhere is cut elsewhere."""
+        plan, low = request.plan, at - rows_at(self.rt.cache, at)
+        own = request.prefix.exact or at >= len(request.prompt)
+        count = self.rt.config.num_layers
+        for i, lowest in enumerate(request.prefix.window_from):
+            if lowest > low or not (own or plan.floor[i] == min(plan.floor)):
+                count = i
+                break
+        return count if count >= self.rt.config.first_decoder_layer else 0
+
+    def ends(self, share: Share) -> dict[int, int]:
+        """Page ends in a chunk that are to be kept and whose snapshot is not there yet, and of how
+        many layers it is to be."""
         request, size = share.request, self.page_size
-        mine = request.prefix
         if not self.snapshots.budget or not self.leaves(request):
-            return []
+            return {}
+        ends = range(share.start // size * size + size, share.stop + 1, size)
         keys = self.keys(request, share.stop)
-        return [
-            p
-            for p in range(share.start // size * size + size, share.stop + 1, size)
-            if self.keeping.role(request, p) is not None
-            if p - rows_at(self.rt.cache, p) >= mine.window_from
-            if (old := self.snapshots.get(keys[p // size - 1])) is None
-            or (mine.exact and not old.exact)
-        ]
+        found = {p: self.layers(request, p) for p in ends if self.keeping.role(request, p)}
+        return {p: n for p, n in found.items() if n and self.better(keys, request, p, n)}
+
+    def better(self, keys: list[bytes], request: Request, at: int, layers: int) -> bool:
+        """Whether a snapshot of so many layers is worth more than what is there."""
+        old = self.snapshots.peek(keys[at // self.page_size - 1])
+        return old is None or (request.prefix.exact, layers) > old.rank
 
     def learn(
         self, request: Request, written: int, seen: dict[int, Snapshot], finite: bool = True
@@ -268,14 +310,14 @@ class Reuse:
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
         """The window rows at a page end that is only just behind, where they are not kept yet."""
-        mine, cache = request.prefix, self.rt.cache
-        old = self.snapshots.get(mine.keys[at // self.page_size - 1])
-        how = dict(
-            computed=request.stored, drafts=written - request.stored, lowest=mine.window_from
-        )
-        if (old is not None and (old.exact or not mine.exact)) or not held(cache, at, **how):
+        mine, cache, layers = request.prefix, self.rt.cache, self.layers(request, at)
+        how = dict(computed=request.stored, drafts=written - request.stored)
+        if not layers or not self.better(mine.keys, request, at, layers):
             return None
-        return Snapshot.from_rings(cache, request.slot, at, exact=mine.exact, **how)
+        if not held(cache, at, **how):
+            return None
+        marks = dict(layers=layers, exact=mine.exact, floor=max(request.plan.floor))
+        return Snapshot.from_rings(cache, request.slot, at, **marks, **how)
 
     def disown(self, request: Request) -> None:
         """Nothing that this request has registered is served any more. Where its numbers were not
@@ -330,9 +372,10 @@ class Reuse:
         self.snapshots.recover()
 
 
-def snapshot_bytes(cache) -> int:
-    """Bytes of the window rows of every backbone layer at one position."""
-    layers = cache.config.num_hidden_layers
+def snapshot_bytes(cache, layers: int | None = None) -> int:
+    """Bytes of the window rows of the first `layers` backbone layers (None: of all) at one
+    position."""
+    layers = cache.config.num_hidden_layers if layers is None else layers
     window = max(s.window for s in cache.specs)
     return sum(
         window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers]

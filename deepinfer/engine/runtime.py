@@ -192,14 +192,17 @@ class Runtime:
         return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
 
     def _warn_of_no_reuse(self) -> None:
-        """A policy that cuts prompts and adopts no hit without state KV: nothing is ever reused."""
+        """A policy that cuts prompts and begins at nothing that they leave."""
         length, page = self.limits.model_len - 1, self.limits.page_size
-        cut = any(self.replay_plan(Prompt(length)).kv_from)
-        if cut and not self.replay_plan(Prompt(length, length // 2 // page * page)).write_from:
+        kept, layers = self.reuse.cut()
+        hit = min(length // 2, length - kept) // page * page
+        behind = Prompt(length, hit, 0, states=((hit, layers),) if hit else ())
+        if kept and hit and not self.replay_plan(behind).write_from:
             warnings.warn(
-                f"prefix_cache=True with replay {self.replay!r}: a prompt that is cut leaves no "
-                "window rows, and a hit without them is not adopted, so no long prompt will begin "
-                "behind another; with Bounded take sides='both'",
+                f"prefix_cache=True with replay {self.replay!r}: a prompt that is cut leaves the "
+                f"window rows of its first {layers} layers only, and this policy begins neither "
+                "there (Prompt.state_for) nor behind a hit without any (as Bounded(sides='both') "
+                "does), so no long prompt will begin behind another",
                 stacklevel=2,
             )
 

@@ -445,12 +445,21 @@ class Verifier(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a replay policy sees. length: prompt tokens; hit: tokens of block KV found; state_at:
-    largest position <= hit whose state KV is at hand; wants_all_logits: prompt log-probs asked."""
+    largest position <= hit whose state KV is at hand, of all layers; wants_all_logits: prompt
+    log-probs asked; states: (position, layers) of all state KV below the hit, highest first, also
+    of the first layers alone, as a prompt leaves it whose later layers were cut."""
 
     length: int
     hit: int = 0
     state_at: int = 0
     wants_all_logits: bool = False
+    states: tuple[tuple[int, int], ...] = ()
+
+    def state_for(self, layers: int, limit: int | None = None) -> int:
+        """Largest position <= limit (None: the hit) where the state KV of the first `layers` layers
+        is at hand; 0 where it is nowhere."""
+        found = [at for at, have in ((self.state_at, layers), *self.states) if have >= layers]
+        return max((at for at in found if limit is None or at <= limit), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,6 +488,12 @@ class ReplayPlan:
         length - max(start, rows_from). The sum over layers is the plan's rows x layers."""
         return tuple(max(length - max(self.start, r), 0) for r in self.rows_from)
 
+    @property
+    def layers_below(self) -> int:
+        """How many of the first layers have to begin with state KV: those up to the last that sees
+        window keys below start. 0: none does."""
+        return max((i + 1 for i, floor in enumerate(self.floor) if floor < self.start), default=0)
+
     def validate(self, prompt: Prompt, layers: int, sources: tuple[int, ...] = ()) -> ReplayPlan:
         """Raise ValueError naming the first broken law; return self. sources: the KV-source layers."""
         for name in ("kv_from", "rows_from", "floor"):
@@ -494,9 +509,9 @@ class ReplayPlan:
             (0 <= self.start < max(prompt.length, 1), f"start {self.start} is outside 0..{prompt.length - 1}"),
             (self.start <= prompt.hit,
              f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them"),
-            (self.start <= prompt.state_at or min(self.floor, default=0) >= self.start,
+            (not (n := self.layers_below) or self.start <= max(prompt.state_at, prompt.state_for(n, self.start)),
              f"floor {min(self.floor, default=0)} is below start {self.start}, and state KV is at hand up to "
-             f"{prompt.state_at} only: a row would see window keys that were never written"),
+             f"{prompt.state_for(self.layers_below)} only: a row would see window keys that were never written"),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (self.write_from <= prompt.hit or self.write_from == self.start,
              f"write_from {self.write_from} is past the hit {prompt.hit}"),

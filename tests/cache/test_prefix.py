@@ -32,6 +32,16 @@ class Rows:
     nbytes: int = 10
     exact: bool = True
     of: tuple = ()
+    layers: int = 2
+
+    @property
+    def rank(self):
+        return self.exact, self.layers
+
+
+def places(hit) -> list[int]:
+    """Positions of the snapshots, highest first."""
+    return [s.position for s in hit.snapshots]
 
 
 def prefix_cache(size=8, budget=100, page=PAGE) -> PrefixCache:
@@ -205,10 +215,34 @@ def test_the_snapshot_of_a_hit_is_the_last_one_in_it():
     for position in (4, 12, 16):
         assert cache.register_snapshot(keys, Rows(position))
     found = [cache.lookup(keys, limit) for limit in (3, 4, 8, 11, 12, 16)]
-    assert [hit.at for hit in found] == [0, 4, 4, 4, 12, 16]
-    assert [hit.snapshot and hit.snapshot.position for hit in found] == [None, 4, 4, 4, 12, 16]
+    assert [places(hit) for hit in found] == [[], [4], [4], [4], [12, 4], [16, 12, 4]]
     cache.pages.evict(keys[2])  # no pages, no use of the snapshots behind
-    assert (cache.lookup(keys, 16).length, cache.lookup(keys, 16).at) == (8, 4)
+    assert (cache.lookup(keys, 16).length, places(cache.lookup(keys, 16))) == (8, [4])
+
+
+def test_a_lookup_uses_no_snapshot():
+    """All that lie on its way are told, one of them may be used: `get` says which."""
+    cache = prefix_cache(budget=20)
+    keys, _ = stored(cache, list(range(12)))
+    for position in (4, 8):
+        cache.register_snapshot(keys, Rows(position))
+    assert places(cache.lookup(keys, 12)) == [8, 4]
+    cache.register_snapshot(keys, Rows(12))
+    assert places(cache.lookup(keys, 12)) == [12, 8]
+    cache.snapshots.get(keys[1])
+    cache.register_snapshot(keys, Rows(4))
+    assert places(cache.lookup(keys, 12)) == [8, 4]
+
+
+def test_of_two_snapshots_the_one_with_more_layers_stays_unless_the_other_is_exact():
+    cache = prefix_cache()
+    keys, _ = stored(cache, list(range(4)))
+    for layers, exact, kept in [(2, False, 1), (1, False, 0), (3, False, 1), (2, True, 1)]:
+        assert cache.register_snapshot(keys, Rows(4, exact=exact, layers=layers)) == bool(kept)
+    assert not cache.register_snapshot(keys, Rows(4, exact=False, layers=9))
+    assert cache.register_snapshot(keys, Rows(4, layers=3))
+    (left,) = cache.lookup(keys, 4).snapshots
+    assert (left.exact, left.layers) == (True, 3)
 
 
 def test_pages_and_snapshots_are_evicted_apart():
@@ -217,7 +251,7 @@ def test_pages_and_snapshots_are_evicted_apart():
     for position in (4, 8, 12):  # 10 bytes each: the first has to go
         assert cache.register_snapshot(keys, Rows(position))
         check_prefix(cache)
-    assert (cache.lookup(keys, 12).length, cache.lookup(keys, 7).at) == (12, 0)
+    assert (cache.lookup(keys, 12).length, places(cache.lookup(keys, 7))) == (12, [])
     pages_of(cache).take(8)
     assert cache.lookup(keys, 12) == Hit() and len(cache.snapshots) == 2
 
@@ -250,9 +284,9 @@ def test_an_exact_request_is_never_served_what_is_not():
     cache.register_snapshot(cache.keys(ids), Rows(8, exact=False))
     keys = cache.keys(ids)
     hit = cache.lookup(keys, 12)
-    assert (hit.pages, hit.at, hit.exact) == ((pages[0],), 4, True)
+    assert (hit.pages, places(hit), hit.exact) == ((pages[0],), [4], True)
     hit = cache.lookup(keys, 12, exact=False)
-    assert (hit.length, hit.at, hit.exact) == (12, 8, False)
+    assert (hit.length, places(hit), hit.exact) == (12, [8, 4], False)
     assert cache.lookup(keys, 4, exact=False).exact
 
 
@@ -261,9 +295,9 @@ def test_an_inexact_snapshot_is_passed_over_for_an_exact_one_below_it():
     keys, _ = stored(cache, list(range(12)))
     cache.register_snapshot(keys, Rows(4))
     cache.register_snapshot(keys, Rows(8, exact=False))
-    assert cache.lookup(keys, 12).at == 4
+    assert places(cache.lookup(keys, 12)) == [4]
     hit = cache.lookup(keys, 12, exact=False)
-    assert (hit.at, hit.exact) == (8, False)
+    assert [(s.position, s.exact) for s in hit.snapshots] == [(8, False), (4, True)] and hit.exact
 
 
 def test_what_is_exact_replaces_what_is_not_and_is_never_replaced():
@@ -277,7 +311,8 @@ def test_what_is_exact_replaces_what_is_not_and_is_never_replaced():
     stored(cache, ids, exact=False)
     assert not cache.register_snapshot(keys, Rows(4, exact=False))
     hit = cache.lookup(keys, 4)
-    assert (hit.pages, hit.at, hit.exact) == (tuple(fine), 4, True)
+    assert (hit.pages, places(hit), hit.exact) == (tuple(fine), [4], True)
+    assert hit.snapshots[0].exact
     check_prefix(cache)
 
 
@@ -367,6 +402,9 @@ class HostSnapshots:
     def __init__(self, device: SnapshotStore) -> None:
         self.device, self.host = device, {}
 
+    def peek(self, key):
+        return self.device.peek(key) or self.host.get(key)
+
     def get(self, key):
         if (found := self.device.get(key)) is None and key in self.host:
             found = self.host[key].to("cuda")
@@ -382,7 +420,7 @@ class HostSnapshots:
         self.device.evict(key)
 
 
-def test_a_store_of_ones_own_is_three_methods():
+def test_a_store_of_ones_own_is_four_methods():
     moves = []
 
     class Moving(Rows):
@@ -394,8 +432,9 @@ def test_a_store_of_ones_own_is_three_methods():
     keys, _ = stored(cache, list(range(8)))
     for position in (4, 8):
         cache.register_snapshot(keys, Moving(position))
-    assert cache.lookup(keys, 8).at == 8
-    assert cache.lookup(keys, 4).at == 4  # gone from the device, back from the host
+    assert places(cache.lookup(keys, 8)) == [8, 4]
+    assert moves == [(4, "cpu"), (8, "cpu")]  # a lookup fetches nothing
+    assert cache.snapshots.get(keys[0]).position == 4  # gone from the device, back from the host
     assert moves == [(4, "cpu"), (8, "cpu"), (4, "cuda")]
 
 
@@ -425,15 +464,15 @@ class Walk:
 
     def look(self, keys, salt, ids, limit, exact) -> Hit:
         hit = self.cache.lookup(keys, limit, exact=exact)
-        assert hit.length == len(hit.pages) * PAGE and 0 <= hit.at <= hit.length <= max(limit, 0)
+        assert hit.length == len(hit.pages) * PAGE and hit.length <= max(limit, 0)
+        assert places(hit) == sorted({p for p in places(hit) if 0 < p <= hit.length}, reverse=True)
         for i, page in enumerate(hit.pages):
             has_salt, has_ids, is_exact = self.content[page]
             assert (has_salt, has_ids) == (salt, tuple(ids[: (i + 1) * PAGE]))
             assert is_exact or not (exact or hit.exact)
-        if hit.snapshot is not None:
-            assert hit.snapshot.of == (salt, tuple(ids[: hit.at]))
-            assert hit.snapshot.position == hit.at
-            assert hit.snapshot.exact or not (exact or hit.exact)
+        for snapshot in hit.snapshots:
+            assert snapshot.of == (salt, tuple(ids[: snapshot.position]))
+            assert snapshot.exact or not exact
         full = self.cache.lookup(keys, len(ids), exact=exact)
         assert len(hit.pages) == min(len(full.pages), max(limit, 0) // PAGE)
         return hit
@@ -458,7 +497,7 @@ class Walk:
             assert self.running or answer == "never"
             return
         self.seen["hits"] += bool(hit.pages)
-        self.seen["snapshots"] += hit.snapshot is not None
+        self.seen["snapshots"] += bool(hit.snapshots)
         self.pages.pin(hit.pages)
         before = self.pages.cached
         pages = [*hit.pages, *self.pages.take(new)]

@@ -87,13 +87,11 @@ def test_a_boundary_is_held_until_the_ring_has_gone_past_its_rows():
     assert [held(a, 32, computed=n) for n in (31, 32, 38, 39)] == [False, True, True, False]
     assert [held(a, 32, computed=33, drafts=n) for n in (5, 6)] == [True, False]
     assert not held(a, 32, computed=31, drafts=5)  # row 31 is a draft that was not accepted
-    assert [held(a, 32, computed=34, lowest=n) for n in (16, 17)] == [True, False]
     assert [held(a, 8, computed=n) for n in (8, 22, 23)] == [True, True, False]
     for changes, found, back in [
         (dict(computed=39), r"17\.\.38", 6),
         (dict(computed=31), r"9\.\.30", 6),
         (dict(computed=35, drafts=5), r"18\.\.34", 1),
-        (dict(computed=34, lowest=20), r"20\.\.33", 6),
     ]:
         words = rf"rows 16\.\.31 were asked of rings that hold {found}: .* {back} positions back"
         with pytest.raises(ValueError, match=words):

@@ -5,6 +5,7 @@ TM is a model with a window of 8 and backtracking of 6: the figures of these law
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 
@@ -376,61 +377,118 @@ def test_a_recompute_begins_at_a_snapshot_at_the_very_end_of_the_prompt():
     assert out.token_ids == want[0].token_ids
 
 
+class FromZero(Bounded):
+    """Cuts, and begins behind nothing that it has not computed itself."""
+
+    def plan(self, prompt, config):
+        return super().plan(Prompt(prompt.length), config)
+
+
 def test_who_cuts_prompts_and_adopts_no_hit_is_told():
-    with pytest.warns(UserWarning, match="no long prompt will begin behind another.*sides='both'"):
-        cached(Bounded(KEEP)).runtime
+    with pytest.warns(UserWarning, match="its first 2 layers only.*no long prompt will begin behind"):
+        cached(FromZero(KEEP)).runtime
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for policy in (BOTH, ENCODER, Exact(), Halo()):
+        for policy in (Bounded(KEEP), Bounded(KEEP, "mask"), BOTH, ENCODER, Exact(), Halo()):
             cached(policy).runtime
 
 
-def test_where_its_state_kv_is_there_a_hit_is_not_replayed():
-    """The next turn begins behind prompt and answer. Windows that were never cut are exact."""
-    eng = cached(ENCODER, num_snapshots=16)
-    first, _ = greedy(eng, TOKENS[:30], 20)
-    turn = [*TOKENS[:30], *first.token_ids, *TOKENS[:14]]
-    again, rows = greedy(eng, turn, 6)
-    assert again.cached_tokens == len(turn) - rows == 48
-    want, _ = greedy(cached(Exact(), prefix_cache=False, num_snapshots=None), turn, 6)
+# --------------------------------------------------------- behind a cut: the layers before it
+
+CUTS = [
+    Bounded(KEEP),
+    Bounded(KEEP, "mask"),
+    Bounded(20),
+    Bounded(KEEP, layer=3),
+    Bounded(KEEP, whole_window=True),
+    Bounded(30, whole_window=True, layer=3),
+]
+
+
+@pytest.mark.parametrize("policy", CUTS, ids=repr)
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_a_prompt_that_is_cut_begins_behind_the_layers_before_the_cut(policy, drafts):
+    """Their windows are exact and stored; the rows of the others run from the cut on, hit or not."""
+    eng = cached(policy, drafts, num_snapshots=32)
+    cold = cached(policy, drafts, prefix_cache=False, num_snapshots=None)
+    n = 60
+    cut = n - policy.keep
+    want, _ = greedy(cold, TOKENS[:n])
+    first, rows = greedy(eng, TOKENS[:n])
+    assert rows == n and first.token_ids == want.token_ids
+    held = eng.runtime.reuse.snapshots._held.values()
+    layers = policy.cut_layer(eng.config) + policy.whole_window
+    assert {s.layers for s in held if s.position < n} == {layers}
+    assert {s.layers for s in held if s.position >= n} == {eng.config.num_layers}
+    again, rows = greedy(eng, TOKENS[:n])
+    assert again.cached_tokens == cut // 4 * 4 == n - rows  # the last page end below the cut
     assert again.token_ids == want.token_ids
     assert again.logprobs == pytest.approx(want.logprobs, abs=1e-9)
-    reuse = eng.runtime.reuse
-    assert reuse.prefix.lookup(reuse.prefix.keys(turn[:48]), 48).length == 48
+    turn = [*TOKENS[:n], *first.token_ids, *TOKENS[:9]]  # another length: another cut
+    want, _ = greedy(cold, turn)
+    again, rows = greedy(eng, turn)
+    assert again.cached_tokens == len(turn) - rows > 0.6 * (len(turn) - policy.keep)
+    assert again.token_ids == want.token_ids
+    assert again.logprobs == pytest.approx(want.logprobs, abs=1e-9)
 
 
 @pytest.mark.parametrize("drafts", [0, pytest.param(DRAFTS, marks=SLOW)])
 @pytest.mark.parametrize(
-    "snapshots", [0, pytest.param(6, marks=SLOW)], ids=["no state KV", "some state KV"]
+    "policy", [CUTS[0], *(pytest.param(p, marks=SLOW) for p in CUTS[1:]), Halo()], ids=repr
 )
-def test_any_crowd_behind_halos_is_serial(snapshots, drafts):
-    """Requests that share prefixes, give way and are aborted: every text is the serial one."""
-    eng = caching(
-        "two layers",
-        replay="halo",
-        num_snapshots=snapshots,
-        num_pages=20,
-        max_num_batched_tokens=40,
-        verifier=Fixed(drafts) if drafts else "off",
-    )
-    crowd(random.Random(5), eng, "two layers", 16)
-    assert eng.cache.page_evictions > 0 and eng.stats.preemptions > 0
-
-
-@pytest.mark.parametrize("drafts", [0, pytest.param(DRAFTS, marks=SLOW)])
-def test_a_crowd_behind_replays_leaves_nothing_behind(drafts):
-    eng = cached(BOTH, drafts, num_snapshots=6, num_pages=30, max_num_batched_tokens=24)
-    chance, todo = random.Random(3), 16
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, overlap):
+    """Prompts with common beginnings, turns and requests that give way, in a small cache: each
+    text is the one of an engine that caches nothing and has room for all."""
+    how = dict(num_pages=34, max_num_batched_tokens=24, overlap=overlap)
+    eng = cached(policy, drafts, num_snapshots=10, **how)
+    cold = cached(policy, drafts, prefix_cache=False, num_snapshots=None)
+    chance, todo, asked, done = random.Random(11), 24, {}, {}
     while todo or eng.unfinished:
-        if todo and chance.random() < 0.5:
+        if todo and chance.random() < 0.4:
             todo -= 1
-            n = chance.choice((10, 26, 40, 52))
-            eng.add(TOKENS[:n], max_tokens=chance.randint(1, 12), ignore_eos=True)
+            if done and chance.random() < 0.4:  # a next turn
+                old = chance.choice(list(done))
+                prompt = [*asked[old], *done[old].token_ids, *chance.sample(TOKENS, 9)]
+            else:
+                shared = TOKENS[: chance.choice((10, 26, 40, 52))]
+                prompt = [*shared, *chance.sample(TOKENS, chance.randint(0, 9))]
+            if len(prompt) < 96:
+                number = eng.add(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+                asked[number] = prompt
         for c in eng.step():
-            assert c.error is None and c.token_ids
-        running = eng.runtime.scheduler.running
-        if running and chance.random() < 0.1:
+            done[c.index] = c
+        running = [r for r in eng.runtime.scheduler.running if r.output]
+        if running and not overlap and chance.random() < 0.08:
             eng.runtime.scheduler.preempt(chance.choice(running))
-        check(eng)
     check_empty(eng)
-    assert eng.cache.hits > 0 and eng.stats.preemptions > 0
+    for number, prompt in asked.items():
+        (want,) = cold.generate(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+        assert done[number].token_ids == want.token_ids
+        assert done[number].logprobs == pytest.approx(want.logprobs, abs=1e-8)
+    assert eng.cache.hits > 5 and (overlap or eng.stats.preemptions > 0)
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_windows_that_another_cut_has_left_are_not_begun_at(whose):
+    """A request that gave way goes on behind its prompt where its own windows are kept. Those of a
+    longer prompt with the same ids are of another cut: not its numbers."""
+    eng = cached(Bounded(KEEP), num_snapshots=40)
+    cold = cached(Bounded(KEEP), prefix_cache=False, num_snapshots=None)
+    how = dict(max_tokens=50, temperature=0.0, ignore_eos=True)
+    (want,) = cold.generate(TOKENS[:30], **how)
+    request = eng.requests[eng.add(TOKENS[:30], **how)]
+    while len(request.output) < 40:
+        eng.step()
+    store = eng.runtime.reuse.snapshots
+    for key, old in [*store._held.items()]:
+        if old.position > 30:
+            assert old.layers == eng.config.num_layers and old.floor == 30 - KEEP
+            rows = [w + 1.0 for w in old.windows]  # such as nobody has computed
+            floor = old.floor if whose == "own" else old.floor + 4
+            store.put(key, dataclasses.replace(old, windows=tuple(rows), floor=floor))
+    eng.runtime.scheduler.preempt(request)
+    while eng.unfinished:
+        (out,) = eng.step() or (None,)
+    same = out.logprobs == pytest.approx(want.logprobs, abs=1e-9)
+    assert same == (whose != "own") and (request.plan.start > 30) == (whose == "own")

@@ -162,7 +162,12 @@ def test_the_halo_of_the_release():
     assert warm.write_from == 32_768 and warm.start == 32_768 - 127 * 20 == warm.floor[0]
     assert warm.floor[20] == 32_768 and warm.rows_in(40_000)[20] == 40_000 - 32_768
     there = plan(Halo(), 40_000, 32_768, 32_768)
-    assert there.start == 32_768 and there.floor[:21] == (0,) * 21
+    assert there.start == 32_768 and there.floor[:21] == (*(0,) * 20, 32_768)
+    # A cut prompt leaves the windows of the encoder: they are enough, the decoder runs what it needs.
+    half = Halo().plan(Prompt(40_000, 32_768, states=((32_768, 20), (128, 40))), RELEASE)
+    assert half == dataclasses.replace(there, why=half.why)
+    lacking = Halo().plan(Prompt(40_000, 32_768, states=((32_768, 19),)), RELEASE)
+    assert lacking.start == warm.start and lacking.floor == warm.floor
     assert plan(Halo(), 4000, 128).write_from == 0 and not any(plan(Halo(), 130).rows_from)
 
 

@@ -37,7 +37,9 @@ class Bounded:
     mode: 'compact' drops the rows below the cut; 'mask' runs them with an empty window, for kept
     rows the same numbers at the full price.
     sides: 'decoder' (every prompt is cut), 'encoder' (a hit without state KV is replayed), 'both'.
-    With a prefix cache take 'both': a prompt that was cut leaves no state KV to begin at.
+    With a prefix cache a prompt that was cut leaves the state KV of the layers before the cut.
+    Where it is at hand at or below its own cut, another prompt begins there: its numbers are the
+    same as without a hit. 'encoder' and 'both' also use a hit that has none.
     layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
     studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
     exact and the cut is felt one layer later, as in vLLM; False, as in DeepInfer, cuts them too.
@@ -159,10 +161,11 @@ class Bounded:
                 f"prompt_logprobs: the replay policy {self!r} {does} below {cut}, whose "
                 "log-probabilities do not exist; use replay='exact'"
             )
-        start, write_from, lowest, begins = self._begin(prompt, config)
         layers = range(config.num_layers)
         first = self.cut_layer(config) if cut else None
         hidden = config.num_layers if first is None else first + self.whole_window
+        state = prompt.state_for(hidden, cut) if cut else prompt.state_at
+        start, write_from, lowest, begins = self._begin(prompt, config, state)
         floor = tuple(max(cut, lowest) if i >= hidden else lowest for i in layers)
         dropped = cut and self.mode == "compact"
         return ReplayPlan(
@@ -175,21 +178,22 @@ class Bounded:
             why=f"{begins}; {self._cut_words(prompt, config, cut)}",
         )
 
-    def _begin(self, prompt: Prompt, config: ModelConfig) -> tuple[int, int, int, str]:
-        """(first row run, block KV read below, lowest window position there is, in words)."""
+    def _begin(self, prompt: Prompt, config: ModelConfig, state: int) -> tuple[int, int, int, str]:
+        """(first row run, block KV read below, lowest window position there is, in words). state:
+        where the state KV of the layers that are not cut is at hand."""
         if prompt.wants_all_logits:
             return 0, 0, 0, "from 0: log-probabilities of the whole prompt are asked"
         window, hit = config.sliding_window, prompt.hit
         begin = hit - window
-        if self.replays and begin > prompt.state_at:
+        if self.replays and begin > state:
             # A group that the hit does not close is written, so its rows run from its first token.
             groups = [hit // config.ratio(i) * config.ratio(i) for i in config.kv_source_layers]
             begin = min(begin, *groups) if groups else begin
             return begin, hit, begin, (
                 f"replayed from {begin} on an empty window: block KV is at hand below {hit}, state "
-                f"KV up to {prompt.state_at} only"
+                f"KV up to {state} only"
             )  # fmt: skip
-        start = min(prompt.state_at, hit, max(prompt.length - 1, 0))
+        start = min(state, hit, max(prompt.length - 1, 0))
         if start:
             read = max(min(hit, prompt.length - 1), start) if self.replays else start
             return start, read, 0, f"from {start}: block KV and state KV are at hand below it"

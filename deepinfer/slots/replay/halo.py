@@ -46,15 +46,14 @@ class Halo:
             why = "all rows: log-probabilities of the whole prompt are asked"
             return ReplayPlan(0, 0, none, none, none, True, why)
         hit = min(prompt.hit, max(length - 1, 0))
-        state_at = min(prompt.state_at, hit)
-        if hit <= config.sliding_window and not state_at:
+        state = state_of(prompt, first_keys(length, hit, config), hit)
+        if hit <= config.sliding_window and not state:
             hit = 0  # so short a hit saves no row of any layer's window
         key = first_keys(length, hit, config)
-        start = max(min(key[0], hit), state_at)
-        restored = start == state_at
+        start = max(min(key[0], hit), state)
         # Below `start` a window is what state KV brought, and empty where there was none.
-        below = 0 if restored else start
-        floor = tuple(k if k > start else below for k in key)
+        below = 0 if start == state else start
+        floor = tuple(k if k >= start else below for k in key)
         end = max(length - config.sliding_window - backtracking(config), 0)
         return ReplayPlan(
             start=start,
@@ -63,7 +62,7 @@ class Halo:
             rows_from=(*floor[1:], max(end, floor[-1])),
             floor=floor,
             exact=True,
-            why=self._why(key, start, hit, state_at),
+            why=self._why(key, start, hit, state),
         )
 
     def _why(self, key: tuple[int, ...], start: int, hit: int, state_at: int) -> str:
@@ -72,6 +71,16 @@ class Halo:
             return f"all rows enter the last KV source; {last}"
         have = f"block KV is at hand below {hit}, state KV up to {state_at}"
         return f"from {start}: {have}; {last}"
+
+
+def state_of(prompt: Prompt, key: tuple[int, ...], hit: int) -> int:
+    """Largest position <= hit with the state KV of every layer whose window is needed below it."""
+    places = {min(prompt.state_at, hit), *(at for at, _ in prompt.states if at <= hit)}
+    for at in sorted(places, reverse=True):
+        layers = max((i + 1 for i, lowest in enumerate(key) if lowest < at), default=0)
+        if prompt.state_for(layers, at) == at:
+            return at
+    return 0
 
 
 def first_keys(length: int, hit: int, config: ModelConfig) -> tuple[int, ...]:
