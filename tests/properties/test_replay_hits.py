@@ -443,7 +443,7 @@ def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, o
     how = dict(num_pages=34, max_num_batched_tokens=24, overlap=overlap)
     eng = cached(policy, drafts, num_snapshots=10, **how)
     cold = cached(policy, drafts, prefix_cache=False, num_snapshots=None)
-    chance, todo, asked, done = random.Random(11), 24, {}, {}
+    chance, todo, asked, done = random.Random(11), 14, {}, {}
     while todo or eng.unfinished:
         if todo and chance.random() < 0.4:
             todo -= 1
@@ -454,7 +454,7 @@ def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, o
                 shared = TOKENS[: chance.choice((10, 26, 40, 52))]
                 prompt = [*shared, *chance.sample(TOKENS, chance.randint(0, 9))]
             if len(prompt) < 96:
-                number = eng.add(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+                number = eng.add(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
                 asked[number] = prompt
         for c in eng.step():
             done[c.index] = c
@@ -463,7 +463,7 @@ def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, o
             eng.runtime.scheduler.preempt(chance.choice(running))
     check_empty(eng)
     for number, prompt in asked.items():
-        (want,) = cold.generate(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+        (want,) = cold.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
         assert done[number].token_ids == want.token_ids
         assert done[number].logprobs == pytest.approx(want.logprobs, abs=1e-8)
     assert eng.cache.hits > 5 and (overlap or eng.stats.preemptions > 0)
@@ -477,7 +477,8 @@ def test_windows_that_another_cut_has_left_are_not_begun_at(whose):
     cold = cached(Bounded(KEEP), prefix_cache=False, num_snapshots=None)
     how = dict(max_tokens=50, temperature=0.0, ignore_eos=True)
     (want,) = cold.generate(TOKENS[:30], **how)
-    request = eng.requests[eng.add(TOKENS[:30], **how)]
+    number = eng.add(TOKENS[:30], **how)
+    request = eng.requests[number]
     while len(request.output) < 40:
         eng.step()
     store = eng.runtime.reuse.snapshots
