@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Iterator
+from typing import Callable, Iterator
 
-import torch
+from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.slots.conformance import prompt_run
@@ -234,34 +234,38 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
 OTHER_MODEL = "the numbers are those of the small model, and another config was given"
 
 
-@law(LAWS, "no row reads a window that nobody has written")
-def written(s: Subject) -> str | None:
+def run_prompts(s: Subject, look: Callable[[Prompt, Tensor], None]) -> str | None:
+    """Run prompts by the policy's plans, and look at what each leaves: the logits of its last row,
+    of the drafts and of rows behind it. Returns why nothing is run where another model was given.
+    """
     if s.info.config != small_config():
         return OTHER_MODEL
     policy = s.fresh()
     for prompt in prompt_run.cases():
         with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
-            plan = policy.plan(prompt, s.info.config)
-            expect(
-                prompt_run.logits(prompt, plan).isfinite().all(),
-                "logits or drafts behind the prompt are not finite, where what was never "
-                "written is NaN",
-            )
+            look(prompt, prompt_run.logits(prompt, policy.plan(prompt, s.info.config)))
     return None
+
+
+@law(LAWS, "no row reads a window that nobody has written")
+def written(s: Subject) -> str | None:
+    def look(_: Prompt, logits: Tensor) -> None:
+        expect(
+            logits.isfinite().all(),
+            "logits or drafts behind the prompt are not finite, where what was never written is "
+            "NaN",
+        )
+
+    return run_prompts(s, look)
 
 
 @law(LAWS, "an exact policy's prompt leaves the logits and drafts that all rows leave", exact=True)
 def same_numbers(s: Subject) -> str | None:
-    if s.info.config != small_config():
-        return OTHER_MODEL
-    policy = s.fresh()
-    for prompt in prompt_run.cases():
-        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
-            plan = policy.plan(prompt, s.info.config)
-            got, want = prompt_run.logits(prompt, plan), prompt_run.full_logits(prompt.length)
-            apart = float((got - want).abs().max())
-            expect(
-                torch.isfinite(got).all() and apart < 1e-9,
-                f"logits of the last row, of drafts and of rows behind it differ by {apart:.2g}",
-            )
-    return None
+    def look(prompt: Prompt, logits: Tensor) -> None:
+        apart = float((logits - prompt_run.full_logits(prompt.length)).abs().max())
+        expect(  # NaN is not below anything
+            apart < 1e-9,
+            f"logits of the last row, of drafts and of rows behind it differ by {apart:.2g}",
+        )
+
+    return run_prompts(s, look)
