@@ -536,6 +536,10 @@ class ReplayPlan:
 
 @runtime_checkable
 class Replay(Protocol):
+    """Which rows of a prompt run where. Law: whatever is dropped, behind the prompt the last window
+    and the backtracking (max_draft + 1 positions) are left, in every layer's window and for the
+    drafter (rows_from of the last layer): decoding with drafts may look back so far."""
+
     version: ClassVar[int] = 1
     exact: ClassVar[bool]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.slots.conformance.law import generator
-from deepinfer.slots.conformance.small import small_config
+from deepinfer.slots.conformance.small import DRAFTS, small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def runtime() -> Runtime:
     from deepinfer.config import EngineConfig
     from deepinfer.engine import weights
     from deepinfer.engine.engine import Engine
+    from deepinfer.slots.verifier import Fixed
 
     config, g = small_config(), generator(7)
 
@@ -48,7 +49,7 @@ def runtime() -> Runtime:
         device=torch.device("cpu"),
         source="conformance",
     )
-    slots = dict(attention="csa2", experts="local", verifier="off")
+    slots = dict(attention="csa2", experts="local", verifier=Fixed(DRAFTS))
     slots |= dict(replay="exact", sampler="philox", grammar="none")
     settings = EngineConfig(max_model_len=LONGEST + 8, max_num_seqs=2, fidelity=0)
     return Engine(loaded, settings, slots).runtime
@@ -68,7 +69,8 @@ def cases() -> list[Prompt]:
 
 @functools.lru_cache(maxsize=64)
 def logits(prompt: Prompt, plan: ReplayPlan) -> Tensor:
-    """[1 + AFTER, v] of the last prompt row and of the rows behind it."""
+    """[1 + DRAFTS + AFTER, v] of the last prompt row, of the drafts behind its token, and of the
+    rows behind it."""
     start, every = plan.start, runtime().limits.pages // 2
     if not any((start, plan.write_from, *plan.rows_from, *plan.floor)):
         return full_logits(prompt.length)
@@ -94,7 +96,7 @@ def _forget() -> None:
 
 
 def _tail(start: int, length: int, pages: list[int], plan: ReplayPlan | None) -> Tensor:
-    rows = [_run(start, length, pages, 2, plan)[-1:]]
+    rows = [_run(start, length, pages, 2, plan)[-1:], _drafts(length, 2, plan)]
     rows += [_run(p, p + 1, pages, 2, plan) for p in range(length, length + AFTER)]
     return torch.cat(rows)
 
@@ -108,6 +110,17 @@ def _run(
     work = Work(ids[start:stop], start, ids[max(start - 3, 0) : start], pages, state, plan)
     with torch.no_grad():
         return rt.model(rt.context(build([work], rt.config))).logits
+
+
+def _drafts(length: int, state: int, plan: ReplayPlan | None) -> Tensor:
+    """[DRAFTS, v] of the drafter's block behind a prompt, before it knows of its own tokens."""
+    from deepinfer.engine.batch import Work, build
+
+    rt, drafter = runtime(), runtime().model.drafter
+    work = Work(_ids()[length : length + 1], length, state=state, plan=plan, logits="none")
+    batch = build([work], rt.config, decode=True)
+    with torch.no_grad():
+        return drafter.states(batch.ids, batch.positions, DRAFTS, rt.context(batch))[1][0]
 
 
 @functools.cache

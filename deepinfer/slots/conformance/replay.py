@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Iterator
+from typing import Callable, Iterator
 
-import torch
+from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.slots.conformance import prompt_run
 from deepinfer.slots.conformance.law import Law, Subject, case, expect, law
 from deepinfer.slots.conformance.small import small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
+from deepinfer.slots.replay.bounded import backtracking
 
 LAWS: list[Law] = []
 
@@ -104,6 +105,37 @@ def short_hit(s: Subject) -> None:
             )
 
 
+@law(LAWS, "behind a prompt a window and the backtracking are left, for the drafter too")
+def left(s: Subject) -> None:
+    """A policy may be sized when it starts, so the plans are those for the engine's own model."""
+    config = s.info.config
+    window, back = config.sliding_window, backtracking(config)
+    for words, prompt, model, plan in plans(s):
+        lowest = left_from(prompt.length, config)
+        if plan is None or model is not config or prompt.hit > lowest:
+            continue  # no engine takes over so long a hit
+        why = (
+            f"needed from {lowest} on: a window of {window} and backtracking of {back} (the drafts "
+            f"of a step and one) behind {prompt.length} tokens"
+        )
+        with case(**words):
+            layer = max(range(config.num_layers), key=plan.floor.__getitem__)
+            expect(
+                plan.floor[layer] <= lowest,
+                f"layer {layer} has no window keys below {plan.floor[layer]}, {why}",
+            )
+            expect(
+                plan.rows_from[-1] <= lowest,
+                f"the drafter has no context below {plan.rows_from[-1]}, {why}",
+            )
+
+
+def left_from(length: int, config: ModelConfig) -> int:
+    """The lowest position that decoding behind a prompt of so many tokens may look back to, where a
+    verification was rolled back, in every layer's window and in the drafter's context."""
+    return max(length - config.sliding_window - backtracking(config), 0)
+
+
 @law(LAWS, "where all logits are wanted no row is dropped, or the prompt is refused (ValueError)")
 def all_logits(s: Subject) -> None:
     for words, prompt, config, plan in plans(s):
@@ -159,7 +191,7 @@ def exact_policy(s: Subject) -> None:
 
 
 def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> None:
-    """Compare with the lowest rows that later rows, and the tokens decoded after, look back to.
+    """Compare with the lowest rows that later rows, and the drafts and tokens after, look back to.
 
     A row of layer l sees the window keys of positions p - w + 1..p, which are projected from the
     rows that enter layer l; an entry of block KV is projected from the whole group of rows that it
@@ -181,7 +213,7 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
             plan.floor[layer] <= seen,
             f"layer {layer} hides window positions below {plan.floor[layer]}",
         )
-        enter = min(seen, max(length - w + 1, 0))
+        enter = min(seen, left_from(length, config))
         if layer in config.kv_source_layers:
             ratio = config.ratio(layer)
             enter = min(enter, plan.write_from // ratio * ratio)
@@ -202,33 +234,38 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
 OTHER_MODEL = "the numbers are those of the small model, and another config was given"
 
 
+def run_prompts(s: Subject, look: Callable[[Prompt, Tensor], None]) -> str | None:
+    """Run prompts by the policy's plans, and look at what each leaves: the logits of its last row,
+    of the drafts and of rows behind it. Returns why nothing is run where another model was given.
+    """
+    if s.info.config != small_config():
+        return OTHER_MODEL
+    policy = s.fresh()
+    for prompt in prompt_run.cases():
+        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+            look(prompt, prompt_run.logits(prompt, policy.plan(prompt, s.info.config)))
+    return None
+
+
 @law(LAWS, "no row reads a window that nobody has written")
 def written(s: Subject) -> str | None:
-    if s.info.config != small_config():
-        return OTHER_MODEL
-    policy = s.fresh()
-    for prompt in prompt_run.cases():
-        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
-            plan = policy.plan(prompt, s.info.config)
-            expect(
-                prompt_run.logits(prompt, plan).isfinite().all(),
-                "logits behind the prompt are not finite, where what was never written is NaN",
-            )
-    return None
+    def look(_: Prompt, logits: Tensor) -> None:
+        expect(
+            logits.isfinite().all(),
+            "logits or drafts behind the prompt are not finite, where what was never written is "
+            "NaN",
+        )
+
+    return run_prompts(s, look)
 
 
-@law(LAWS, "an exact policy's prompt leaves the logits that all rows leave", exact=True)
+@law(LAWS, "an exact policy's prompt leaves the logits and drafts that all rows leave", exact=True)
 def same_numbers(s: Subject) -> str | None:
-    if s.info.config != small_config():
-        return OTHER_MODEL
-    policy = s.fresh()
-    for prompt in prompt_run.cases():
-        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
-            plan = policy.plan(prompt, s.info.config)
-            got, want = prompt_run.logits(prompt, plan), prompt_run.full_logits(prompt.length)
-            apart = float((got - want).abs().max())
-            expect(
-                torch.isfinite(got).all() and apart < 1e-9,
-                f"logits of the last row and behind it differ by {apart:.2g}",
-            )
-    return None
+    def look(prompt: Prompt, logits: Tensor) -> None:
+        apart = float((logits - prompt_run.full_logits(prompt.length)).abs().max())
+        expect(  # NaN is not below anything
+            apart < 1e-9,
+            f"logits of the last row, of drafts and of rows behind it differ by {apart:.2g}",
+        )
+
+    return run_prompts(s, look)

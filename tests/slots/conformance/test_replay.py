@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from slots.breaking import Breakers
 
-from deepinfer.slots.conformance import check
-from deepinfer.slots.protocols import ReplayPlan
+from deepinfer.slots.conformance import check, prompt_run
+from deepinfer.slots.conformance.small import DRAFTS, small_config
+from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay import Exact, Halo
 
 B = Breakers("replay")
@@ -84,6 +85,12 @@ class AdoptsAnything(Exact):
         return ReplayPlan(s, s, z, z, z, exact=False, why="all that was found")
 
 
+@B.breaks("behind a prompt a window", "length 8, hit 0, state at 0: layer 4 has no window keys")
+class KeepsTooFew(Drops):
+    def __init__(self):
+        super().__init__(keep=7)
+
+
 @B.breaks("where all logits are wanted", "have no logits")
 class DropsThemSilently(Drops):
     def __init__(self):
@@ -153,48 +160,87 @@ def test_every_law_can_fail():
     B.covered()
 
 
-def halo(config, length):
-    """The fewest rows an exact plan may keep: each layer looks back a window from the next."""
-    w, source, out = config.sliding_window, config.kv_source_layers[-1], length - 1
-    rows, kv = [0] * config.num_layers, [0] * config.num_layers
-    for layer in reversed(range(source, config.num_layers)):
-        rows[layer] = max(out, 0)
-        kv[layer] = max(min(out, length) - w + 1, 0) if layer > source else 0
-        out = kv[layer]
-    return rows, kv
-
-
 class Tightest(Exact):
-    """Drops only decoder rows that no later row looks back to: the tightest exact plan."""
+    """Drops only decoder rows that nothing later looks back to: the tightest exact plan. slack:
+    rows too few of the last layer but one; back: tokens that a verification may step back, None =
+    the model's own, -1 = as if there were no drafts."""
 
-    exact, slack = True, 0
+    exact = True
+
+    def __init__(self, slack=0, back=None):
+        self.slack, self.back = slack, back
+
+    def __repr__(self):
+        return f"Tightest({self.slack}, {self.back})"
 
     def plan(self, prompt, config):
-        p = super().plan(prompt, config)
-        if prompt.wants_all_logits or not prompt.length:
+        p, length = super().plan(prompt, config), prompt.length
+        if prompt.wants_all_logits or not length:
             return p
-        rows, kv = halo(config, prompt.length)
-        rows = tuple(
-            min(r + (self.slack if i == len(rows) - 2 else 0), prompt.length - 1)
-            for i, r in enumerate(rows)
-        )
+        rows, kv = self.halo(config, length)
+        rows[-2] = min(rows[-2] + self.slack, length - 1)
         return ReplayPlan(
-            p.start, p.write_from, tuple(kv), rows, tuple(kv), why="a halo of windows"
+            p.start, p.write_from, tuple(kv), tuple(rows), tuple(kv), why="a halo of windows"
         )
 
+    def halo(self, config, length):
+        """Each layer looks back a window from the next, from the last row and from what is left."""
+        w, source, out = config.sliding_window, config.kv_source_layers[-1], length - 1
+        back = config.max_draft + 1 if self.back is None else self.back
+        left = max(length - w - back, 0)
+        rows, kv = [0] * config.num_layers, [0] * config.num_layers
+        for layer in reversed(range(source, config.num_layers)):
+            rows[layer] = max(out, 0)
+            kv[layer] = max(min(out - w + 1, left), 0) if layer > source else 0
+            out = kv[layer]
+        if back >= 0:  # the drafter's context
+            rows[-1] = min(rows[-1], left)
+        return rows, kv
 
-class TooTight(Tightest):
-    exact, slack = True, 1
+
+LEFT = "behind a prompt a window and the backtracking are left, for the drafter too"
+VISIBLE = "a plan that claims exact=True drops nothing that is visible"
+NUMBERS = "an exact policy's prompt leaves the logits and drafts that all rows leave"
+
+
+def broken(policy):
+    return {r.law: r.case for r in check(policy).failures}
 
 
 def test_the_tightest_exact_plan_passes_and_one_row_less_does_not():
     check(Tightest()).raise_for_failures()
-    report = check(TooTight())
-    failed = {r.law for r in report.failures}
-    assert "a plan that claims exact=True drops nothing that is visible" in failed
+    failed = set(broken(Tightest(slack=1)))
+    assert VISIBLE in failed
     assert failed <= {
-        "a plan that claims exact=True drops nothing that is visible",
+        VISIBLE,
+        NUMBERS,
         "every plan is valid: lengths, write_from, and rows that only ever leave",
         "no row reads a window that nobody has written",
-        "an exact policy's prompt leaves the logits that all rows leave",
     }
+
+
+def test_a_plan_that_is_exact_without_drafts_only_is_told_on():
+    """The last row's logits and all tokens behind it are exact; no drafter finds its context."""
+    failed = broken(Tightest(back=-1))
+    assert set(failed) == {LEFT, VISIBLE, NUMBERS}
+    assert failed[LEFT] == (
+        "model small, length 2, hit 0, state at 0: the drafter has no context below 1, needed from "
+        "0 on: a window of 4 and backtracking of 4 (the drafts of a step and one) behind 2 tokens"
+    )
+    assert "length 5" in failed[VISIBLE] and "length 9" in failed[NUMBERS]
+
+
+def test_one_row_less_than_window_and_backtracking_is_told_on():
+    failed = broken(Tightest(back=DRAFTS))
+    assert set(failed) == {LEFT, VISIBLE}  # this drafter never asks for it
+    assert "no window keys below 1, needed from 0 on" in failed[LEFT] and "length 8" in failed[LEFT]
+    assert not broken(Drops(8)) and set(broken(Drops(7))) == {LEFT}
+    assert "behind 8 tokens" in broken(Drops(7))[LEFT]
+
+
+def test_such_a_plan_costs_the_drafts_and_nothing_else():
+    prompt, config = Prompt(40), small_config()
+    plan = Tightest(back=-1).plan(prompt, config)
+    apart = (prompt_run.logits(prompt, plan) - prompt_run.full_logits(40)).abs().amax(-1)
+    last, drafts, behind = apart[0], apart[1 : 1 + DRAFTS], apart[1 + DRAFTS :]
+    assert max(last, behind.max()) < 1e-9 and drafts.min() > 1e-3
