@@ -57,13 +57,17 @@ def runtime() -> Runtime:
 
 def cases() -> list[Prompt]:
     """Prompts shorter and longer than the halo of the small model, their hits with and without
-    state KV."""
+    state KV, and with the encoder's."""
     hits = {9: (0, 4), 24: (9, 15), 40: (0, 30), LONGEST: (0, 48)}
+    half = runtime().config.first_decoder_layer
     return [
-        Prompt(length, hit, state)
-        for length, found in hits.items()
-        for hit in found
-        for state in sorted({0, hit})
+        *(
+            Prompt(length, hit, state)
+            for length, found in hits.items()
+            for hit in found
+            for state in sorted({0, hit})
+        ),
+        *(Prompt(length, hit, states=((hit, half),)) for length, hit in ((40, 12), (LONGEST, 20))),
     ]
 
 
@@ -78,8 +82,11 @@ def logits(prompt: Prompt, plan: ReplayPlan) -> Tensor:
     _forget()
     if plan.write_from:
         _run(0, prompt.hit, mine, state=1)  # another request left these pages, not its windows
-    if 0 < start <= prompt.state_at:
+    if start and (start <= prompt.state_at or prompt.state_for(1, start) == start):
         _run(0, start, other, state=2)  # the windows of a snapshot, without block KV
+        for layer, records in enumerate(runtime().cache.windows):
+            if start > prompt.state_at and prompt.state_for(layer + 1, start) < start:
+                records.stored[1:] = torch.nan  # a snapshot of the layers before it
     return _tail(start, prompt.length, mine, plan)
 
 

@@ -17,9 +17,10 @@ from deepinfer.slots.replay.bounded import backtracking
 LAWS: list[Law] = []
 
 
-def prompts(window: int) -> Iterator[Prompt]:
-    """Prompts from the shortest up: lengths and hits around multiples of the window."""
-    w = window
+def prompts(config: ModelConfig) -> Iterator[Prompt]:
+    """Prompts from the shortest up: lengths and hits around multiples of the window; state KV of
+    all layers, and further up of the encoder alone, as cut prompts leave it."""
+    w, half, whole = config.sliding_window, config.first_decoder_layer, config.num_layers
     lengths = sorted({1, 2, w - 1, w, w + 1, 2 * w, 3 * w + 1, 8 * w, 20 * w + 3})
     for length in lengths:
         hits = sorted(
@@ -33,6 +34,15 @@ def prompts(window: int) -> Iterator[Prompt]:
             for state in sorted({0, max(hit - w, 0), hit}):
                 for every in (False, True):
                     yield Prompt(length, hit, state, every)
+                above = tuple((at, half) for at in (hit, hit - w // 2) if at > state)
+                if above and half < whole:
+                    yield Prompt(length, hit, state, states=(*above, (state, whole)))
+
+
+def shown(prompt: Prompt) -> dict[str, object]:
+    """A prompt in the words of a failing case."""
+    words: dict[str, object] = {n: getattr(prompt, n) for n in ("length", "hit", "state_at")}
+    return words | ({"states": prompt.states} if prompt.states else {})
 
 
 def models(s: Subject) -> tuple[tuple[str, ModelConfig], ...]:
@@ -43,8 +53,8 @@ def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | 
     """(words, prompt, config, plan); plan None: a prompt that wants all logits was refused."""
     for name, config in models(s):
         policy = s.fresh()
-        for prompt in prompts(config.sliding_window):
-            words = dict(model=name, length=prompt.length, hit=prompt.hit, state_at=prompt.state_at)
+        for prompt in prompts(config):
+            words = dict(model=name, **shown(prompt))
             if prompt.wants_all_logits:
                 words["all_logits"] = "wanted"
             with case(**words):
@@ -96,7 +106,8 @@ def complete(s: Subject) -> None:
 @law(LAWS, "a hit no longer than the window is not adopted without its state KV")
 def short_hit(s: Subject) -> None:
     for words, prompt, config, plan in plans(s):
-        if plan is None or prompt.hit > config.sliding_window or prompt.state_at:
+        state = prompt.state_at or prompt.states
+        if plan is None or prompt.hit > config.sliding_window or state:
             continue
         with case(**words):
             expect(
@@ -149,13 +160,13 @@ def all_logits(s: Subject) -> None:
 @law(LAWS, "plan is a pure function of prompt and config")
 def pure(s: Subject) -> None:
     name, config = models(s)[0]
-    every = list(prompts(config.sliding_window))
+    every = list(prompts(config))
     forward, backward = s.fresh(), s.fresh()
     held = copy.deepcopy(getattr(forward, "__dict__", {}))
     first = [_plan(forward, p, config) for p in every]
     second = [_plan(backward, p, config) for p in reversed(every)][::-1]
     for prompt, a, b in zip(every, first, second):
-        with case(model=name, length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+        with case(model=name, **shown(prompt)):
             expect(a == b, f"after other prompts the plan is another: {a} and {b}")
     with case(model=name, prompts=len(every)):
         expect(
@@ -199,9 +210,12 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
     """
     w, length = config.sliding_window, prompt.length
     rolled = max(prompt.state_at - config.max_draft, 0)  # rings hold so much more than the window
-    at_hand = plan.start if rolled <= plan.start <= prompt.state_at else 0  # windows below it
+    whole = rolled <= plan.start <= prompt.state_at
     out = 0 if prompt.wants_all_logits else length - 1  # rows whose logits are needed
+    at_hand = 0  # windows below it are
     for layer in reversed(range(config.num_layers)):
+        there = whole or prompt.state_for(layer + 1, plan.start) == plan.start
+        at_hand = plan.start if there else 0
         out = max(out, at_hand)
         expect(
             plan.rows_from[layer] <= out,
@@ -242,7 +256,7 @@ def run_prompts(s: Subject, look: Callable[[Prompt, Tensor], None]) -> str | Non
         return OTHER_MODEL
     policy = s.fresh()
     for prompt in prompt_run.cases():
-        with case(length=prompt.length, hit=prompt.hit, state_at=prompt.state_at):
+        with case(**shown(prompt)):
             look(prompt, prompt_run.logits(prompt, policy.plan(prompt, s.info.config)))
     return None
 
