@@ -22,7 +22,7 @@ def calibration_text(c: Calibration) -> str:
     facts = [f"  {name:<8} {value}" for name, value in _facts(c).items()]
     columns = _columns(c)
     table = grid(columns, [_cells(c, row) for row in _rows(c)], columns[:1])
-    return "\n".join([c.policy, *facts, *("  " + line for line in table.splitlines()), _note()])
+    return "\n".join([c.policy, *facts, *("  " + x for x in [*table.splitlines(), *_notes()])])
 
 
 def calibration_html(c: Calibration) -> str:
@@ -32,9 +32,10 @@ def calibration_html(c: Calibration) -> str:
         for row, cells in zip(_rows(c), rows, strict=True)
     ]
     return html.card(
-        html.join([html.code(c.policy), " ", html.chip(_verdict(c), GOOD if c.holds else BAD)]),
+        html.join([html.code(c.policy), " ", html.chip(f"check: {_verdict(c)}", GOOD if c.holds else BAD)]),
         html.pairs(_facts(c)),
-        html.table(columns, shown, numeric=columns[:1], note=_note().strip()),
+        html.table(columns, shown, numeric=columns[:1]),
+        *(html.block(html.muted(note)) for note in _notes()),
     )
 
 
@@ -42,17 +43,16 @@ def _facts(c: Calibration) -> dict[str, str]:
     first, second = (len(names) for names in c.groups)
     row: dict[str, Any] = next(r for r in _rows(c) if r["keep"] == c.keep)
     facts = c.report.facts
-    behind = f"a prompt of {facts['prompt']}"
+    where = f"{facts['continuation']} tokens behind a prompt of {facts['prompt']}"
     if facts["hit"]:
-        behind += f" of which {facts['hit']} tokens were found"
-    weights = f"weights {facts['weights']}, {facts['dtype']}"
+        where += f", {facts['hit']} of it found"
     return {
         "asked": f"{METRICS[c.metric]} <= {fmt(c.tolerance)} nats for {percent(c.quantile)} of tokens",
-        "chosen": f"keep {c.keep}: {_interval(row)} on {counted(first, 'group')}",
-        "checked": f"{_held(c)} on {counted(second, 'other group')}",
-        "costs": f"{share(row['rows_share'])} of exact's rows x layers, "
+        "chosen": f"on {counted(first, 'group')}: {percent(c.quantile)} quantile {_interval(row)}",
+        "checked": f"on {counted(second, 'other group')}: held for {_held(c)}",
+        "costs": f"{share(row['rows_share'])} of the rows x layers of exact's prefill, "
         f"{share(row['flops_share'])} of its FLOPs",
-        "measured": f"{facts['continuation']} tokens behind {behind}; {weights}",
+        "measured": f"{where}; weights {facts['weights']}, {facts['dtype']}",
     }
 
 
@@ -61,19 +61,20 @@ def _held(c: Calibration) -> str:
     rows: list[dict[str, Any]] = c.by_group().rows
     held, tokens = (sum(row[k] for row in rows) for k in ("held", "tokens"))
     if held == tokens:
-        return f"held for all {tokens:,} tokens (no interval: not one missed)"
+        return f"all {tokens:,} tokens (without a miss there is no interval), {_verdict(c)}"
     least = min(row["held"] / row["tokens"] for row in rows)
-    ends = f" [{100 * c.held.low:.2f}, {100 * c.held.high:.2f}]" if c.held.low is not None else ""
+    ends = "" if c.held.low is None else f" [{100 * c.held.low:.2f}, {100 * c.held.high:.2f}]"
     return (
-        f"held for {held:,} of {tokens:,} tokens, {100 * held / tokens:.2f} %{ends}, "
-        f"in one group {100 * least:.2f} %"
+        f"{held:,} of {tokens:,} tokens, {100 * held / tokens:.2f} %{ends}, {_verdict(c)}; "
+        f"{100 * least:.2f} % in the worst group"
     )
 
 
 def _verdict(c: Calibration) -> str:
     if c.holds:
-        return f"held for >= {percent(c.quantile)}"
-    return f"held for < {percent(c.quantile)}"
+        return "as asked"
+    within = c.held.high is not None and c.held.high >= c.quantile
+    return "less than asked" + (", but within the interval" if within else "")
 
 
 def _rows(c: Calibration) -> list[dict[str, Any]]:
@@ -97,11 +98,11 @@ def _interval(row: dict[str, Any]) -> str:
     return f"{number(row['error'])} [{number(row['low'])}, {number(row['high'])}]"
 
 
-def _note() -> str:
-    return (
-        "  meets: the upper end of [low, high] does, and so for all larger keeps; 95 % over groups, "
-        f"{RESAMPLES} bootstrap resamples, seed {SEED}"
-    )
+def _notes() -> list[str]:
+    return [
+        "meets: the whole interval is within what was asked. Read from the top: the first no ends it",
+        f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}",
+    ]
 
 
 def percent(x: float) -> str:

@@ -197,7 +197,7 @@ def check_sides(policy: Bounded, config: ModelConfig, prompt: int, hit: int, who
         raise ValueError(
             f"{who}: sides={policy.sides!r} cuts nothing and has no keep: want 'decoder' or 'both'"
         )
-    if policy.cut_layer(config) is None:
+    if policy.layer is None and policy.cut_layer(config) is None:  # an engine refuses others
         raise ValueError(f"{who}: this model has no layer to cut at, so no keep changes anything")
     if policy.replays != bool(hit):
         raise ValueError(
@@ -220,18 +220,21 @@ def too_much(
     rows: list[dict[str, Any]] = table.rows
     best = min(rows, key=lambda row: (row["high"], row["keep"]))
     last = max(rows, key=lambda row: row["keep"])
-    exact = make(best["keep"]).exact_keep(eng.config) or 0
+    exact, window = make(best["keep"]).exact_keep(eng.config) or 0, eng.config.sliding_window
     said = (
         f"no keep of {len(rows)} candidates has {metric} <= {tolerance:g} for {100 * q:.6g} % of the "
-        f"tokens: the best, keep {best['keep']}, has {best['error']:.3g} there, up to "
-        f"{best['high']:.3g} with 95 % confidence"
+        f"tokens: the best is keep {best['keep']} with {best['error']:.3g}, whose 95 % interval "
+        f"ends at {best['high']:.3g}"
     )
     if best["meets"]:
-        said += f", and keep {last['keep']} has up to {last['high']:.3g}, so that is chance"
+        said += f"; but that of keep {last['keep']} ends at {last['high']:.3g}, so it is chance"
     if last["keep"] < exact:
-        more = f"candidates up to {exact}, which is exact, and prompts of {exact} + window tokens"
+        more = f"candidates up to {exact}, which is exact (prompt >= {exact + window} shows it)"
+    elif make(best["keep"]).replays:
+        more = "sides='decoder': the encoder side errs with any keep"
     else:
         more = "dtype='float64': at the exact length what is left is rounding"
-        if make(best["keep"]).replays:
-            more = "sides='decoder': the encoder side errs with any keep"
-    return f"{said}. Allow a larger tolerance or a smaller quantile, or take {more}"
+    return (
+        f"{said}. Ask for a larger tolerance or a smaller quantile, give more texts for a narrower "
+        f"interval, or take {more}"
+    )
