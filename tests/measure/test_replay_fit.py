@@ -81,6 +81,8 @@ def test_metric_and_quantile_are_those_asked(eng, whole):
     tolerance = 1.0001 * ends(whole, 0.9, "dlogprob")[19]
     got = Bounded.fit(eng, TEXTS, tolerance, 0.9, metric="dlogprob", **dict(HOW, candidates=[19, EXACT]))
     c, x = got.calibration, torch.cat(kls(whole, got.keep, GROUPS[1::2], "dlogprob"))
+    want = [ends(whole, 0.9, "dlogprob")[k] for k in (19, EXACT)]
+    assert c.candidates["high"] == pytest.approx(want, abs=1e-12)
     assert got.keep == 19 and (c.metric, c.quantile) == ("dlogprob", 0.9)
     assert c.held.value == pytest.approx(float((x <= tolerance).double().mean()), abs=0)
 
