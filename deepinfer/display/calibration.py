@@ -31,8 +31,9 @@ def calibration_html(c: Calibration) -> str:
         [html.tag("b", x) for x in cells] if row["keep"] == c.keep else cells
         for row, cells in zip(_rows(c), rows, strict=True)
     ]
+    verdict = html.chip(f"check: {_verdict(c)}", GOOD if c.holds else BAD)
     return html.card(
-        html.join([html.code(c.policy), " ", html.chip(f"check: {_verdict(c)}", GOOD if c.holds else BAD)]),
+        html.join([html.code(c.policy), " ", verdict]),
         html.pairs(_facts(c)),
         html.table(columns, shown, numeric=columns[:1]),
         *(html.block(html.muted(note)) for note in _notes()),
@@ -46,8 +47,9 @@ def _facts(c: Calibration) -> dict[str, str]:
     where = f"{facts['continuation']} tokens behind a prompt of {facts['prompt']}"
     if facts["hit"]:
         where += f", {facts['hit']} of it found"
+    error = f"{METRICS[c.metric]} <= {fmt(c.tolerance)} nats"
     return {
-        "asked": f"{METRICS[c.metric]} <= {fmt(c.tolerance)} nats for {percent(c.quantile)} of tokens",
+        "asked": f"{error} for {percent(c.quantile)} of tokens",
         "chosen": f"on {counted(first, 'group')}: {percent(c.quantile)} quantile {_interval(row)}",
         "checked": f"on {counted(second, 'other group')}: held for {_held(c)}",
         "costs": f"{share(row['rows_share'])} of the rows x layers of exact's prefill, "
@@ -63,7 +65,8 @@ def _held(c: Calibration) -> str:
     if held == tokens:
         return f"all {tokens:,} tokens (without a miss there is no interval), {_verdict(c)}"
     least = min(row["held"] / row["tokens"] for row in rows)
-    ends = "" if c.held.low is None else f" [{100 * c.held.low:.2f}, {100 * c.held.high:.2f}]"
+    low, high = c.held.low, c.held.high
+    ends = "" if low is None or high is None else f" [{100 * low:.2f}, {100 * high:.2f}]"
     return (
         f"{held:,} of {tokens:,} tokens, {100 * held / tokens:.2f} %{ends}, {_verdict(c)}; "
         f"{100 * least:.2f} % in the worst group"
@@ -100,7 +103,7 @@ def _interval(row: dict[str, Any]) -> str:
 
 def _notes() -> list[str]:
     return [
-        "meets: the whole interval is within what was asked. Read from the top: the first no ends it",
+        "meets: the whole interval is within what was asked. From the top, the first no ends it",
         f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}",
     ]
 

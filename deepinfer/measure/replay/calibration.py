@@ -1,8 +1,7 @@
-"""Calibration: which keeps were tried on which texts, which one was taken, and how it did elsewhere."""
+"""Calibration: the keeps that `Bounded.fit` tried, the one it took, and how that did elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +43,7 @@ class Calibration:
     @property
     def groups(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(calibration groups, the other groups), sorted; no group is in both."""
-        of = (sorted({row["group"] for row in r.passages}) for r in (self.report, self.check))
-        first, second = map(tuple, of)
-        return first, second
+        return _groups(self.report), _groups(self.check)
 
     def by_group(self) -> Table:
         """One row a group of the check: its tokens, and how many of them held."""
@@ -54,7 +51,8 @@ class Calibration:
             dict(group=name, tokens=len(x), held=int((x <= self.tolerance).sum()))
             for name, x in errors(self.check, self.check.policies[0], self.metric).items()
         ]
-        title = f"tokens with {self.metric} <= {self.tolerance:g}, by group that {self.policy} did not see"
+        asked = f"{self.metric} <= {self.tolerance:g}"
+        title = f"{self.policy}: tokens with {asked} in the groups that checked it"
         return Table(found, title=title, provenance=self.check.facts)
 
     def __repr__(self) -> str:
@@ -71,10 +69,14 @@ class Calibration:
 def errors(report: ReplayReport, policy: str, metric: str) -> dict[str, Tensor]:
     """Group -> [t] the metric of its tokens, groups in the order of their names."""
     found: dict[str, list[float]] = {}
-    rows: Sequence[dict[str, Any]] = report.tokens.where(policy=policy).rows
+    rows: list[dict[str, Any]] = report.tokens.where(policy=policy).rows  # type: ignore[assignment]
     for row in rows:
         found.setdefault(row["group"], []).append(row[metric])
     return {name: torch.tensor(found[name], dtype=torch.float64) for name in sorted(found)}
+
+
+def _groups(report: ReplayReport) -> tuple[str, ...]:
+    return tuple(sorted({str(row["group"]) for row in report.passages}))
 
 
 def tried(report: ReplayReport, keeps: dict[str, int], metric: str, q: float, most: float) -> Table:

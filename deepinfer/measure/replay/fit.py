@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepinfer.measure.bootstrap import FEWEST
 from deepinfer.measure.laws import METERS
 from deepinfer.measure.replay.calibration import Calibration, share_within, tried
 from deepinfer.measure.replay.error import check_hit, policies, replay_error
+from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
 from deepinfer.slots.replay.bounded import backtracking
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.measure.table import Table
     from deepinfer.slots.replay import Bounded
 
+P = TypeVar("P", bound="Bounded")
 METRICS = ("kl", "dlogprob")  # of METERS those that are an error of a token, 0 at best
 STEPS = 11  # of the default candidates
 
@@ -30,10 +32,10 @@ assert set(METRICS) < set(METERS)
 
 
 def fit(
-    make: Callable[[int], Bounded], eng: Engine, texts: Prompts, tolerance: float, q: float, *,
+    make: Callable[[int], P], eng: Engine, texts: Prompts, tolerance: float, q: float, *,
     prompt: int, continuation: int, groups: Sequence[Any] | None, metric: str,
     candidates: Iterable[int] | None, hit: int, who: str,
-) -> Bounded:  # fmt: skip
+) -> P:  # fmt: skip
     """See Bounded.fit. make: keep -> the policy of it; q: the quantile; who: signs the errors."""
     check_asked(tolerance, q, metric, who)
     found = labelled(eng, texts, prompt, continuation, groups, who)
@@ -44,7 +46,7 @@ def fit(
     tries = {f"keep {keep}": make(keep) for keep in keeps}
     policies(eng, tries, who)  # one that the model refuses is named before anything runs
 
-    def measured(part: list[int], some: dict[str, Bounded]):
+    def measured(part: list[int], some: dict[str, P]) -> ReplayReport:
         return replay_error(
             eng, [list(found.ids[i]) for i in part], some, prompt, continuation,
             groups=[found.groups[i] for i in part], hit=hit, drafter=False,
@@ -68,8 +70,8 @@ def smallest(table: Table) -> int | None:
     """The smallest keep that meets the tolerance as all larger ones do; None where the largest
     does not."""
     taken = None
-    rows: list[dict[str, Any]] = sorted(table, key=lambda row: -row["keep"])  # type: ignore[operator]
-    for row in rows:
+    rows: list[dict[str, Any]] = table.rows
+    for row in sorted(rows, key=lambda row: -row["keep"]):
         if not row["meets"]:
             break
         taken = row["keep"]
@@ -130,8 +132,9 @@ def keeps_of(
         least = window + backtracking(config)
         if most < least:
             raise ValueError(
-                f"{who}: prompt={prompt}: the least keep of this model is {least}, and a cut shows "
-                f"its whole error with a window ({window}) below it; want prompt >= {least + window}"
+                f"{who}: prompt={prompt}: the least keep of this model is {least}, and a cut "
+                f"shows its whole error with a window ({window}) below it; want prompt >= "
+                f"{least + window}"
             )
         return default_keeps(make, config, most)
     if isinstance(candidates, (str, bytes)) or not isinstance(candidates, Iterable):
@@ -142,9 +145,9 @@ def keeps_of(
             raise ValueError(f"{who}: candidates: {keep!r}: want keeps, whole numbers of tokens")
         if keep > most:
             raise ValueError(
-                f"{who}: candidates: keep {keep} with prompt={prompt}: a cut shows its whole error "
-                f"with a window ({window}) below it, so the prompt must have at least keep + window "
-                f"= {keep + window} tokens; give longer prompts or smaller keeps"
+                f"{who}: candidates: keep {keep} with prompt={prompt}: a cut shows its whole "
+                f"error with a window ({window}) below it, so the prompt must have at least "
+                f"keep + window = {keep + window} tokens; give longer prompts or smaller keeps"
             )
     if not keeps:
         raise ValueError(f"{who}: no candidates: give at least one keep, or None")
@@ -201,8 +204,8 @@ def check_sides(policy: Bounded, config: ModelConfig, prompt: int, hit: int, who
         raise ValueError(f"{who}: this model has no layer to cut at, so no keep changes anything")
     if policy.replays != bool(hit):
         raise ValueError(
-            f"{who}: sides={policy.sides!r} and hit={hit!r}: sides='both' errs behind a prefix hit, "
-            "so say how many tokens are found (hit=); 'decoder' does not use a hit (hit=0)"
+            f"{who}: sides={policy.sides!r} and hit={hit!r}: sides='both' errs behind a prefix "
+            "hit, so say how many tokens are found (hit=); 'decoder' does not use a hit (hit=0)"
         )
     check_hit(hit, prompt, who)
     if policy.replays and hit <= config.sliding_window:
@@ -222,9 +225,9 @@ def too_much(
     last = max(rows, key=lambda row: row["keep"])
     exact, window = make(best["keep"]).exact_keep(eng.config) or 0, eng.config.sliding_window
     said = (
-        f"no keep of {len(rows)} candidates has {metric} <= {tolerance:g} for {100 * q:.6g} % of the "
-        f"tokens: the best is keep {best['keep']} with {best['error']:.3g}, whose 95 % interval "
-        f"ends at {best['high']:.3g}"
+        f"no keep of {len(rows)} candidates has {metric} <= {tolerance:g} for {100 * q:.6g} % of "
+        f"the tokens: the best is keep {best['keep']} with {best['error']:.3g}, whose 95 % "
+        f"interval ends at {best['high']:.3g}"
     )
     if best["meets"]:
         said += f"; but that of keep {last['keep']} ends at {last['high']:.3g}, so it is chance"

@@ -138,7 +138,7 @@ class Bounded:
         whole_window: bool = False,
         hit: int = 0,
     ) -> Self:
-        """The policy of the smallest keep whose error is <= `tolerance` for `quantile` of the tokens.
+        """The smallest keep whose error is <= `tolerance` for `quantile` of the tokens.
 
             fitted = Bounded.fit(eng, texts, 0.01, 0.99, prompt=512, continuation=64)
             print(fitted)  # Bounded(keep=...), the candidates, how often it holds elsewhere
