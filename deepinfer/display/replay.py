@@ -75,9 +75,9 @@ def _columns(r: ReplayReport) -> list[int]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        row["policy"], _number(row["keep"]), _with_interval(row, "kl"), _number(row["kl_p99"]),
-        _number(row["kl_max"]), _with_interval(row, "agreement"),
-        _perplexity(row), _share(row["rows_share"]), _share(row["flops_share"]),
+        row["policy"], number(row["keep"]), _with_interval(row, "kl"), number(row["kl_p99"]),
+        number(row["kl_max"]), _with_interval(row, "agreement"),
+        _perplexity(row), share(row["rows_share"]), share(row["flops_share"]),
     ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _html_cells(row: dict[str, Any]) -> list[object]:
 
 
 def _with_interval(row: dict[str, Any], name: str) -> str:
-    return f"{_number(row[name])} {_interval(row, name)}".rstrip()
+    return f"{number(row[name])} {_interval(row, name)}".rstrip()
 
 
 def _perplexity(row: dict[str, Any]) -> str:
@@ -100,18 +100,18 @@ def _perplexity(row: dict[str, Any]) -> str:
         None if x is None else 100 * (x - 1)
         for x in (row[f"perplexity_ratio{end}"] for end in ("", "_low", "_high"))
     )
-    interval = "" if low is None or high is None else f"[{_number(low)}, {_number(high)}]"
-    return f"{_number(value)} {interval}".rstrip()
+    interval = "" if low is None or high is None else f"[{number(low)}, {number(high)}]"
+    return f"{number(value)} {interval}".rstrip()
 
 
 def _interval(row: dict[str, Any], name: str) -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     if low is None or max(abs(low), abs(high)) < NOISE:
         return ""
-    return f"[{_number(low)}, {_number(high)}]"
+    return f"[{number(low)}, {number(high)}]"
 
 
-def _number(x: float | None) -> str:
+def number(x: float | None) -> str:
     if x is None:
         return ""
     if isinstance(x, int):
@@ -119,7 +119,7 @@ def _number(x: float | None) -> str:
     return "<1e-9" if abs(x) < NOISE else fmt(float(x))  # 0 too: another machine may have 1e-17
 
 
-def _share(x: float | None) -> str:
+def share(x: float | None) -> str:
     return "" if x is None else f"{100 * x:.1f} %"
 
 

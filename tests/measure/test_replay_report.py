@@ -235,10 +235,10 @@ def test_plots_take_and_return_axes(report, floors):
 
 
 def test_noise_and_zero_look_alike_so_that_tables_do_not_differ_between_machines():
-    from deepinfer.display.replay import _number
+    from deepinfer.display.replay import number
 
-    assert [_number(x) for x in (0.0, 1e-17, -1e-12)] == ["<1e-9"] * 3
-    assert [_number(x) for x in (0, None, 2e-9)] == ["0", "", "2e-09"]
+    assert [number(x) for x in (0.0, 1e-17, -1e-12)] == ["<1e-9"] * 3
+    assert [number(x) for x in (0, None, 2e-9)] == ["0", "", "2e-09"]
 
 
 def test_a_family_is_a_policy_without_its_keep(report):

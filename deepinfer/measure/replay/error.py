@@ -154,10 +154,10 @@ def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
     )  # fmt: skip
 
 
-def check_hit(hit: int, prompt: int) -> None:
+def check_hit(hit: int, prompt: int, who: str = "replay_error") -> None:
     if isinstance(hit, bool) or not isinstance(hit, int) or not 0 <= hit < prompt:
         raise ValueError(
-            f"replay_error: hit={hit!r}: tokens of block KV found, whole pages below "
+            f"{who}: hit={hit!r}: tokens of block KV found, whole pages below "
             f"prompt={prompt}"
         )
 

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepinfer.slots.protocols import EngineInfo, Prompt, ReplayPlan
 from deepinfer.slots.replay import register
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from deepinfer.config import ModelConfig
+    from deepinfer.engine.engine import Engine, Prompts
+    from deepinfer.measure.replay.calibration import Calibration
 
 MODES = ("compact", "mask")
 SIDES = ("decoder", "encoder", "both")
@@ -43,6 +48,8 @@ class Bounded:
     layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
     studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
     exact and the cut is felt one layer later, as in vLLM; False, as in DeepInfer, cuts them too.
+    calibration: how `fit` chose the keep, for `print(policy)` and notebooks; None where it did not.
+    It is no setting: two Bounded are equal where all that is above is.
     """
 
     keep: int | None = None
@@ -50,6 +57,7 @@ class Bounded:
     sides: str = "decoder"
     layer: int | None = None
     whole_window: bool = False
+    calibration: Calibration | None = field(default=None, init=False, repr=False, compare=False)
 
     version: ClassVar[int] = 1
     exact: ClassVar[bool] = False
@@ -78,6 +86,29 @@ class Bounded:
         parts += ["whole_window=True"] if self.whole_window else []
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def __str__(self) -> str:
+        """The repr, and the calibration where there is one: an engine shows the repr alone."""
+        return repr(self) if self.calibration is None else str(self.calibration)
+
+    def _repr_html_(self) -> str | None:
+        return None if self.calibration is None else self.calibration._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows without HTML; inside a list or a dict it is the repr."""
+        printer.text(str(self) if len(printer.stack) < 2 else repr(self))
+
+    def __eq__(self, other: object) -> bool:
+        """Of the class itself: a subclass may have settings that are not known here."""
+        if type(self) is not Bounded or type(other) is not Bounded:
+            return NotImplemented
+        return self._settings() == other._settings()
+
+    def __hash__(self) -> int:
+        return hash(self._settings()) if type(self) is Bounded else object.__hash__(self)
+
+    def _settings(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+
     @property
     def cuts(self) -> bool:
         """Whether the decoder side is on."""
@@ -87,6 +118,70 @@ class Bounded:
     def replays(self) -> bool:
         """Whether the encoder side is on."""
         return self.sides != "decoder"
+
+    # -------------------------------------------------------------------------------- fitting
+
+    @classmethod
+    def fit(
+        cls,
+        eng: Engine,
+        texts: Prompts,
+        tolerance: float,
+        quantile: float,
+        *,
+        prompt: int,
+        continuation: int,
+        groups: Sequence[Any] | None = None,
+        metric: str = "kl",
+        candidates: Iterable[int] | None = None,
+        mode: str = "compact",
+        sides: str = "decoder",
+        layer: int | None = None,
+        whole_window: bool = False,
+        hit: int = 0,
+    ) -> Self:
+        """The smallest keep whose error is <= `tolerance` for `quantile` of the tokens.
+
+            fitted = Bounded.fit(eng, texts, 0.01, 0.99, prompt=512, continuation=64)
+            print(fitted)  # Bounded(keep=...), the candidates, how often it holds elsewhere
+            eng.with_(replay=fitted)
+
+        The error is that of `di.measure.replay_error`: of each of the `continuation` tokens behind
+        the first `prompt` tokens of a text, teacher-forced, against replay='exact' in the same
+        engine. metric: 'kl', KL(exact || replay) in nats, or 'dlogprob', |log q - log p| of the
+        token that came next. tolerance: in nats. quantile: a share of all tokens, between 0 and 1,
+        not of texts. The rest is settings of the policy, and hit= of `replay_error` for
+        sides='both'.
+
+        Groups, at least 16, are taken in the order of their names, in turn to choose the keep and
+        to check it. groups: a label a text; default: the `module` of texts that have one, as those
+        of `di.data` do, and each other text its own. Texts of one group resemble one another, so
+        none is on both sides. Those that check run only once the keep is chosen, and by it alone.
+
+        candidates: keeps to try, in tokens; default: at most 13 from window + backtracking to the
+        exact length. A cut shows its whole error with a window below it, so a candidate has at most
+        prompt - window tokens. From the largest downwards, each must meet the tolerance, and the
+        first that does not ends the search: so trying many keeps makes no false one more likely
+        (fixed-sequence testing; Angelopoulos et al., "Learn then Test", 2021). A keep meets it
+        where the upper end of the quantile's 95 % interval does: the percentile bootstrap over
+        groups (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13), since
+        tokens of a group depend on one another. That is no guarantee: one that holds for any law
+        needs quantile / (1 - quantile) groups to choose by, 99 for 0.99 (Angelopoulos et al.,
+        "Conformal Risk Control", 2022). Hence the check, with its own interval. Both are of
+        prompts of this length, texts of this kind, and this model.
+
+        Raises ValueError for arguments that don't fit, for fewer groups or tokens than the quantile
+        needs, for a text on both sides, for what `replay_error` refuses, and where no candidate
+        meets the tolerance, naming the best.
+        """
+        from deepinfer.measure.replay.fit import fit
+
+        settings: Any = dict(mode=mode, sides=sides, layer=layer, whole_window=whole_window)
+        return fit(
+            lambda keep: cls(keep=keep, **settings), eng, texts, tolerance, quantile,
+            prompt=prompt, continuation=continuation, groups=groups, metric=metric,
+            candidates=candidates, hit=hit, who=f"{cls.__name__}.fit",
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------- starting
 
