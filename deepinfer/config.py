@@ -381,9 +381,10 @@ class EngineConfig(_Config):
     page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
     a CPU). prefix_cache: reuse the pages of equal prefixes, once an earlier request has computed
     them: prompts that begin in the same step share nothing yet. num_snapshots, with prefix_cache:
-    places where a hit may end that it holds at most (None: 8 a sequence, see
-    `runtime.snapshot_budget`). overlap: schedule and launch a step before the one before it
-    is read; the text is the same. On a CPU the device is then a thread, which gains nothing.
+    places where a hit may end that it holds at most (None: 8 a sequence in pages of a window, more
+    in smaller ones, see `runtime.snapshot_budget`). overlap: schedule and launch a step before the
+    one before it is read; the text is the same. On a CPU the device is then a thread, which gains
+    nothing.
     keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each use)
     instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',
     'mixed', or a class or instance of your own (`deepinfer.engine.scheduler`).

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from deepinfer.cache.snapshots import Snapshot
 
 
+def tail_ends(reserve: int, page_size: int) -> int:
+    """Page ends from `bound(length)` to `length`, at most."""
+    return -(-reserve // page_size) + 1
+
+
 class Keeping:
     """reserve: tokens at the end of a sequence that no hit covers; share: snapshots of one request
     that fit the budget when as many run as can. Lengths and positions in tokens."""
@@ -38,8 +43,7 @@ class Keeping:
         self, store: SnapshotStore[Snapshot], page_size: int, reserve: int, share: int
     ) -> None:
         self.store, self.page_size, self.reserve = store, page_size, reserve
-        tail = -(-reserve // page_size) + 1  # page ends from bound(length) to length, at most
-        self.most_spare = max(share - tail - 2, 0)
+        self.most_spare = max(share - tail_ends(reserve, page_size) - 2, 0)
         self.spare: dict[bytes, None] = {}  # oldest first; some may be gone
         self.tails: dict[bytes, set[int]] = {}  # ids of the requests that have it as their tail
 

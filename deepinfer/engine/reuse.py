@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class Start:
     """How a waiting request would begin. pages: those it takes over; plan: its rows; snapshot: the
     window rows at plan.start, None where none are needed; exact: all that it takes over is; found:
-    tokens in pages that were found, with a snapshot for them or not."""
+    tokens in pages that were found and below the cut, with a snapshot for them or not."""
 
     pages: tuple[int, ...]
     plan: ReplayPlan
@@ -176,7 +176,9 @@ class Reuse:
             found = self.snapshots.get(key)  # counts as a use
             assert found is not None
             exact, snapshot = exact and found.exact, found.first(need)
-        return Start(hit.pages[:pages], plan, snapshot, exact, hit.length)
+        cut = max(plan.floor)  # above it a hit saves nothing: the cut layers' windows are needed
+        usable = min(hit.length, cut) if cut > plan.start else hit.length
+        return Start(hit.pages[:pages], plan, snapshot, exact, usable)
 
     def plan(self, request: Request, hit: Hit) -> ReplayPlan:
         """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing

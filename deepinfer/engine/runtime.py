@@ -19,6 +19,7 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import scheduler
 from deepinfer.engine.device import make_device
 from deepinfer.engine.device_clock import device_clock
+from deepinfer.engine.keeping import tail_ends
 from deepinfer.engine.reuse import Reuse, snapshot_bytes
 from deepinfer.engine.room import Room
 from deepinfer.engine.stats import Stats
@@ -107,13 +108,17 @@ def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> i
     """Most bytes of window snapshots that the prefix cache holds.
 
     One is window * layers records: 128 * 40 * 528 B = 2.58 MiB in the release, 192 KiB in nano
-    (64 * 12 rows of 64 floats). The default, 8 for each of max_num_seqs (16) sequences, is then
-    330 MiB and 24 MiB. In the release a request keeps up to 4 of its own (repeat and tail) and up
-    to 3 where it branches off, which many share. 3 are planned for spare ones: whoever differs
-    first somewhere inside a prompt computes less than half of it again.
+    (64 * 12 rows of 64 floats); those of a prompt that is cut are of the first layers only. The
+    default, 8 for each of max_num_seqs (16) sequences, is then 330 MiB and 24 MiB. In the release a
+    request keeps up to 4 of its own (repeat and tail) and up to 3 where it branches off, which many
+    share. 3 are planned for spare ones: whoever differs first somewhere inside a prompt computes
+    less than half of it again. With smaller pages a tail has more ends, and the default is as many
+    more.
     """
-    count = settings.num_snapshots
-    return (8 * limits.seqs if count is None else count) * snapshot_bytes(cache)
+    c, count = cache.config, settings.num_snapshots
+    if count is None:
+        count = (5 + tail_ends(c.sliding_window + c.max_draft + 1, limits.page_size)) * limits.seqs
+    return count * snapshot_bytes(cache)
 
 
 def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:
