@@ -62,6 +62,23 @@ def test_tokens_are_the_serial_ones_of_the_cpu(gpu, serial, overlap, changes):
                 assert eng.cache.hits
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "policy", [di.replay.Bounded(), di.replay.Bounded(mode="mask"), di.replay.Halo()], ids=repr
+)
+def test_behind_a_cut_tokens_are_those_of_the_cpu_without_hits(gpu, policy, overlap):
+    """The prompts that are cut leave the windows of the first layers; who begins there, also after
+    it gave way, has the numbers of a cold prompt that is cut alone."""
+    cpu = di.Engine.tiny(device="cpu", dtype="float64", replay=policy)
+    want = [cpu.generate(p, how)[0].token_ids for p, how in zip(PROMPTS, PARAMS)]
+    how = dict(prefix_cache=True, num_pages=14, max_num_batched_tokens=48)
+    with gpu.with_(replay=policy, overlap=overlap, verifier=di.verifier.Fixed(5), **how) as eng:
+        for _ in range(3):
+            assert [c.token_ids for c in eng.generate(PROMPTS, PARAMS)] == want
+            check_empty(eng)
+        assert eng.cache.hits and eng.stats.preemptions
+
+
 def test_aborts_with_results_on_their_way_cost_nobody_a_token(gpu, serial):
     draw = random.Random(5)
     with gpu.with_(overlap=True, verifier=di.verifier.Fixed(5), num_pages=FEW, prefix_cache=True) as eng:
