@@ -438,8 +438,8 @@ def test_a_prompt_that_is_cut_begins_behind_the_layers_before_the_cut(policy, dr
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
 def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, overlap):
-    """Prompts with common beginnings, turns and requests that give way, in a small cache: each
-    text is the one of an engine that caches nothing and has room for all."""
+    """Prompts with common beginnings, turns, forks and requests that give way, in a small cache:
+    each text is the one of an engine that caches nothing and has room for all."""
     how = dict(num_pages=34, max_num_batched_tokens=24, overlap=overlap)
     eng = cached(policy, drafts, num_snapshots=10, **how)
     cold = cached(policy, drafts, prefix_cache=False, num_snapshots=None)
@@ -461,6 +461,9 @@ def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, o
         running = [r for r in eng.runtime.scheduler.running if r.output]
         if running and not overlap and chance.random() < 0.08:
             eng.runtime.scheduler.preempt(chance.choice(running))
+        elif running and chance.random() < 0.04:
+            parent = chance.choice(running).id
+            asked[eng.fork(parent)] = asked[parent]
     check_empty(eng)
     for number, prompt in asked.items():
         (want,) = cold.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
