@@ -54,9 +54,8 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
             rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}), id not in broken)
     for i in landing:
         if shares[i].request.finished:
-            stats.ended(shares[i].request)
             rt.scheduler.release(shares[i].request)
-            rt.room.free(shares[i].request)  # whatever the scheduler does
+            rt.room.end(shares[i].request)
         else:
             rt.room.trim(shares[i].request)
 
