@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from deepinfer.engine.broken_rows import NONE
 from deepinfer.engine.drafts import HeldDraft
 from deepinfer.engine.flight import Flight, Outcome
 from deepinfer.engine.launch import require_rows
@@ -38,6 +39,9 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
         request.stored, request.ahead = shares[i].stop, request.ahead[1:]
     for i in landing:
         alone(shares[i].request, partial(prompt_logprobs, shares[i], result, i, record.step))
+    for i, position in broken_chunks(shares, result):
+        if i in written:
+            alone(shares[i].request, partial(end_broken, shares[i], position, record.step))
     for e, i in enumerate(flight.emitters):
         if i in written:
             alone(shares[i].request, partial(emit, rt, shares[i].request, values, e, record))
@@ -50,9 +54,8 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
             rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}), id not in broken)
     for i in landing:
         if shares[i].request.finished:
-            stats.ended(shares[i].request)
             rt.scheduler.release(shares[i].request)
-            rt.room.free(shares[i].request)  # whatever the scheduler does
+            rt.room.end(shares[i].request)
         else:
             rt.room.trim(shares[i].request)
 
@@ -219,12 +222,36 @@ def stops(rt: Runtime, request: Request) -> bool:
     return request.finished
 
 
-def non_finite(request: Request, step: int, row: int, place: str) -> ArithmeticError:
-    return ArithmeticError(
-        f"request {request.id}: the logits of step {step}, row {row} ({place}) are not finite or allow "
-        "no token; the request ended there. Check the weights, an edit in a trace, or a slot that "
-        "returns NaN"
+def non_finite(
+    request: Request, step: int, row: int, place: str, logits: bool = True
+) -> ArithmeticError:
+    where = f"step {step}, row {row} ({place})"
+    what = (
+        f"the logits of {where} are not finite or allow no token"
+        if logits
+        else f"{where} is not finite, what the layers gave there is NaN or infinite"
     )
+    return ArithmeticError(
+        f"request {request.id}: {what}; the request ended there. Check the weights, an edit in a "
+        "trace, or a slot that returns NaN"
+    )
+
+
+def broken_chunks(shares: list[Share], result: Outcome) -> list[tuple[int, int]]:
+    """(number of the share, position of its first row that is not finite) of prefill chunks. Decode
+    rows are looked at where they emit: rows of drafts that are not accepted mean nothing."""
+    if result.broken is None:
+        return []
+    lowest = result.broken.tolist()
+    return [(i, p) for i, p in enumerate(lowest) if p != NONE and not shares[i].decode]
+
+
+def end_broken(share: Share, position: int, step: int) -> None:
+    """End a request with a row of a chunk that is not finite, whether it has logits or none."""
+    request, kind = share.request, "prompt " if position < len(share.request.prompt) else ""
+    if not request.finished:
+        place, row = f"{kind}position {position}", position - share.start
+        request.finish("error", non_finite(request, step, row, place, logits=False))
 
 
 def prompt_logprobs(share: Share, result: Outcome, i: int, step: int) -> None:

@@ -43,7 +43,8 @@ class Outcome:
     count [e] and tokens [e, w] emitted, logprobs and finite [e, w] of those rows, top [e, w, k]
     values and ids; drafts, confidence, survival [e, n] of what comes next. prompt: by number of the
     share, log-probabilities [rows] of the prompt tokens that its rows predict, and which rows are
-    not finite. errors: of grammars, by request id."""
+    not finite. broken: [shares] position of the first row of each chunk that is not finite, of a
+    prefill or mixed step. errors: of grammars, by request id."""
 
     rows: Tensor
     asked: Tensor | None
@@ -56,6 +57,7 @@ class Outcome:
     confidence: Tensor
     survival: Tensor
     prompt: dict[int, tuple[Tensor, Tensor]]
+    broken: Tensor | None
     errors: dict[int, Exception]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from deepinfer.engine import step
 from deepinfer.engine.batch import Work, build
+from deepinfer.engine.broken_rows import BrokenRows
 from deepinfer.engine.device import put
 from deepinfer.engine.drafts import held_draft
 from deepinfer.engine.flight import Flight, surely_last, take_off
@@ -50,7 +51,7 @@ def prepare(
     tap = tap_of([s.request.id for s in shares])
     flight.emitters = tuple(i for i, s in enumerate(shares) if s.emits)
     emitting = [shares[i] for i in flight.emitters]
-    emitters = Emitters.of([s.request for s in emitting], device)
+    emitters, broken = Emitters.of([s.request for s in emitting], device), None
     if schedule.kind == "decode":
         rows, known, wanted = decode_rows(rt, shares, before), None, []
         flight.budget = rows.budget
@@ -61,7 +62,8 @@ def prepare(
         most = [len(d) for d in drafts]
         works = [work(rt, s, d) for s, d in zip(shares, drafts)]
         flight.sink = None if rt.reuse is None else rt.reuse.crossings(shares)
-        context = rt.context(build(works, rt.config, device), tap, flight.sink)
+        broken = None if all(s.decode for s in shares) else BrokenRows(len(shares), device)
+        context = rt.context(build(works, rt.config, device), tap, flight.sink, broken)
         spans = logit_spans(works)
         known = known_rows(
             rt, emitting, [drafts[i] for i in flight.emitters], [spans[i] for i in flight.emitters]
@@ -78,8 +80,9 @@ def prepare(
         draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
     top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
     return Plan(
-        context, rows, emitters, known, tuple(wanted), draft, put(flight.drafting, device), top
-    ), most
+        context, rows, emitters, known, tuple(wanted), broken, draft,
+        put(flight.drafting, device), top,
+    ), most  # fmt: skip
 
 
 def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:

@@ -171,13 +171,11 @@ class Loop:
         return finished
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """Finish a request, if it has not, count it, and take back what it holds: whatever a
-        scheduler forgets, no page is lost."""
+        """Finish a request and tell its scheduler, if it has not finished; nothing of it is left."""
         if not request.finished:
             request.finish(reason, error)
             self.rt.scheduler.release(request)
-        self.rt.stats.ended(request)
-        self.rt.room.free(request)
+        self.rt.room.end(request)
 
     @property
     def unfinished(self) -> int:

@@ -141,8 +141,11 @@ class Room:
         for request in held:
             self.trim(request)
 
-    def end(self, request: Request, reason: str) -> None:
-        """Finish a request for this reason, count it and take back what it holds."""
-        self.free(request)
-        request.finish(reason)
+    def end(self, request: Request, reason: str = "abort") -> None:
+        """Count a request that has finished, or finishes here for this reason, and take back what it
+        holds. Every end comes here, whatever a scheduler forgets; who is not its scheduler tells
+        that before (`release`)."""
+        if not request.finished:
+            request.finish(reason)
         self.stats.ended(request)
+        self.free(request)

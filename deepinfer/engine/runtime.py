@@ -25,7 +25,7 @@ from deepinfer.engine.room import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
-from deepinfer.model.context import ForwardContext, Tap, WindowSink
+from deepinfer.model.context import ForwardContext, RowCheck, Tap, WindowSink
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
@@ -218,11 +218,13 @@ class Runtime:
         return self._ops
 
     def context(
-        self, batch: Batch, tap: Tap | None = None, window_sink: WindowSink | None = None
-    ) -> ForwardContext:
+        self, batch: Batch, tap: Tap | None = None, window_sink: WindowSink | None = None,
+        row_check: RowCheck | None = None,
+    ) -> ForwardContext:  # fmt: skip
         return ForwardContext(
             config=self.config, batch=batch, ops=self.ops, attention=self.attention,
             experts=self.slots["experts"], cache=self.cache, fidelity=self.settings.fidelity,
             drafter=self.verifier.max_draft > 0, tap=tap, window_sink=window_sink,
+            row_check=row_check,
         )
 

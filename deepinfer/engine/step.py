@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from deepinfer.engine.broken_rows import BrokenRows
 from deepinfer.engine.device import to_host
 from deepinfer.engine.flight import Carried, Flight, Outcome
 from deepinfer.engine.legal import legal_mask
@@ -25,14 +26,15 @@ from deepinfer.slots.results import expect
 class Plan:
     """What the host hands over. rows: a decode step's, None where `context` has the whole batch;
     emitting: then where it emits; wanted: shares with prompt log-probabilities to give, as (number,
-    rows of the logits, tokens that they predict); draft: context of the next drafts, of the
-    emitters `drafting`."""
+    rows of the logits, tokens that they predict); broken: what looks at the rows of chunks, None
+    where there is none; draft: context of the next drafts, of the emitters `drafting`."""
 
     context: ForwardContext
     rows: DecodeRows | None
     emitters: Emitters
     emitting: Emitting | None
     wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
+    broken: BrokenRows | None
     draft: ForwardContext | None
     drafting: Tensor | None
     top: int
@@ -173,5 +175,6 @@ def outcome(
     return Outcome(
         to_host(e.rows), None if e.asked is None else to_host(e.asked), to_host(count),
         to_host(tokens), to_host(logprobs), to_host(finite), top, to_host(carried.drafts),
-        to_host(confidence), to_host(carried.survival), prompt, errors,
+        to_host(confidence), to_host(carried.survival), prompt,
+        None if plan.broken is None else to_host(plan.broken.lowest), errors,
     )  # fmt: skip

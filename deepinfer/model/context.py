@@ -19,6 +19,7 @@ from deepinfer.slots.protocols import Attention, AttnPlan, Batch, Experts, RowSe
 
 Tap = Callable[[str, Tensor, RowSet], Tensor]
 WindowSink = Callable[[int, Tensor, RowSet], None]
+RowCheck = Callable[[Tensor, RowSet], None]
 
 
 @dataclass
@@ -29,7 +30,9 @@ class ForwardContext:
     fidelity 0: no rounding; 1: the cache roundings that are part of the model; 2: also MXFP8 inputs
     of the stored-quantised matrices. drafter: keep the drafter's context. tap(name, tensor, rows)
     sees, and may replace, every named value; window_sink(layer, rows, row set) is handed the window
-    keys of every layer just before they are stored.
+    keys of every layer just before they are stored; row_check(values, row set) looks at rows where
+    they end: behind the last layer, and at what their last keys are projected from where they are
+    dropped.
     """
 
     config: ModelConfig
@@ -42,6 +45,7 @@ class ForwardContext:
     drafter: bool = False
     tap: Tap | None = None
     window_sink: WindowSink | None = None
+    row_check: RowCheck | None = None
     _shared: dict = field(default_factory=dict)
 
     @property
@@ -56,6 +60,11 @@ class ForwardContext:
 
     def see(self, name: str, x: Tensor, rows: RowSet) -> Tensor:
         return x if self.tap is None else self.tap(name, x, rows)
+
+    def check(self, x: Tensor, rows: RowSet) -> None:
+        """Rows end here, with these values [t, ...]."""
+        if self.row_check is not None:
+            self.row_check(x, rows)
 
     def once(self, key: tuple, make: Callable):
         """A value shared by layers of this step, made the first time it is asked for."""

@@ -67,6 +67,8 @@ class Layer(nn.Module):
 
         x = self.attn_norm(ops.mhc_collapse(rows.streams, rows.pre), ctx)
         x = ctx.see(f"{name}.attn.in", x, rows.set)
+        if cut is not None:
+            ctx.check(x, rows.set)
         y, rows = self.attn(x, rows, f"{name}.attn", ctx, cut, plan)
         y = ctx.see(f"{name}.attn.out", y, rows.set)
         pre, post, comb = mhc.mix(self, "attn", rows.streams, ctx)
@@ -146,6 +148,7 @@ class Model(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Output:
         rows = self.run(self.first_rows(ctx.batch), ctx)
+        ctx.check(rows.streams, rows.set)
         if ctx.drafter and ctx.cache is not None:
             self.drafter.remember(rows, ctx)
         return Output(self.logits(rows, ctx), rows)
