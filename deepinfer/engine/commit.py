@@ -48,10 +48,9 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if flight.sink is None else flight.sink.snapshots()
-        broken = set() if flight.sink is None else flight.sink.broken()
         for i in landing:
             id = shares[i].request.id
-            rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}), id not in broken)
+            rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}))
     for i in landing:
         if shares[i].request.finished:
             rt.scheduler.release(shares[i].request)

@@ -3,12 +3,6 @@
 A chunk longer than a ring leaves only its end there, and a ring is written while its layer runs. So
 the rows are taken just before that: of the chunk those about to be written, of the positions before
 it those that the ring still holds.
-
-On the way it is looked at whether all those rows are finite, of chunks without logits too. Whatever
-a slot returns goes into the stream and stays there, and what a layer stores of a row (window key,
-entry, index key) is computed from its stream there: where the window keys of every layer are
-finite, nothing that is stored has come from a NaN. The answer goes to the host with the results of
-the step, so that no launch waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from torch import Tensor
 from deepinfer.cache.kv_cache import KVCache
 from deepinfer.cache.layer_kv import ring_places
 from deepinfer.cache.snapshots import Snapshot, as_stored, backbone, rows_at
-from deepinfer.engine.device import to_host
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
 class Crossings:
     """Called by every layer with the window rows that it is about to write. wanted: by number of
     the share, the page ends in it, ascending, and of how many of the first layers their rows are
-    taken; a share without any is looked at all the same."""
+    taken."""
 
     def __init__(
         self, cache: KVCache, shares: tuple[Share, ...], wanted: dict[int, dict[int, int]]
@@ -45,8 +38,6 @@ class Crossings:
         self._rows: dict[tuple[int, int], list[Tensor]] = {
             (i, at): [] for i, ends in wanted.items() for at in ends
         }
-        self.chunks = [i for i, s in enumerate(shares) if not s.decode]
-        self._finite: Tensor | None = None  # [chunks]
 
     def __call__(self, layer: int, rows: Tensor, keys: RowSet) -> None:
         """rows [t, d]: window keys of the row set `keys`, as `Records.write` takes them."""
@@ -56,7 +47,6 @@ class Crossings:
         ring = records.stored
         assert ring is not None  # a cache has storage
         segments = {i: (first, stop) for i, first, stop in keys.segments or ()}
-        self._look(layer, rows, segments)
         for i, all_ends in self.wanted.items():
             ends = [at for at, layers in all_ends.items() if layer < layers]
             if not ends:
@@ -74,26 +64,6 @@ class Crossings:
                     places = ring_places(state, behind, self.cache.ring)
                     parts.insert(0, ring[places])
                 self._rows[i, at].append(torch.cat(parts))
-
-    def _look(self, layer: int, rows: Tensor, segments: dict[int, tuple[int, int]]) -> None:
-        """Whether the rows of each chunk are finite, with those of the layers before."""
-        if not self.chunks:
-            return
-        good = rows.isfinite().all(-1)
-        finite = torch.stack([good[slice(*segments.get(i, (0, 0)))].all() for i in self.chunks])
-        if self._finite is not None:
-            finite &= self._finite
-        self._finite = to_host(finite) if layer == backbone(self.cache)[-1] else finite
-
-    def broken(self) -> set[int]:
-        """Ids of the requests whose chunk has rows that are not finite. Behind the step."""
-        if self._finite is None:
-            return set()
-        return {
-            self.shares[i].request.id
-            for i, good in zip(self.chunks, self._finite.tolist())
-            if not good
-        }
 
     def snapshots(self) -> dict[int, dict[int, Snapshot]]:
         """By request id and position."""

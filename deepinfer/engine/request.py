@@ -34,9 +34,9 @@ class TokenStep:
 class Prefix:
     """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
     full pages; adopted, known: pages that it took over, that it and the cache have registered;
-    exact: nothing of it was computed on an approximate window; edited: a trace has changed values,
-    or a chunk of it was not finite; window_from: of each layer the lowest position with window rows; cached_tokens: tokens that it did
-    not compute when it began first, None before; generation: of the cache when it began. branch,
+    exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
+    window_from: of each layer the lowest position with window rows; cached_tokens: tokens that it
+    did not compute when it began first, None before; generation: of the cache when it began. branch,
     goal, stride, tail: where it leaves snapshots (see `keeping`): the end of the pages that others
     had, of its prefill, what lies between spare ones, its tail."""
 

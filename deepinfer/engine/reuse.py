@@ -19,12 +19,10 @@ decode rows out of the rings.
 Rows of a draft that was not accepted lie above `computed` and are in no registered page.
 
 Nothing is served whose numbers nobody has seen finite. A decode row has been seen: its token is
-emitted only if its logits are finite, and what is not finite in a row stays so up to its logits. Of
-a prefill chunk, which has logits of its last row or of none, the window keys of every row are
-looked at as they pass (`Crossings`). A request with one that is not finite registers nothing of that
-chunk and of what comes behind it, which may have read it; when it gives way it begins anew. And
-where logits come out not finite all the same, the pages that the request took over are suspects
-like its own: nobody else begins there until they are computed again.
+emitted only if its logits are finite, and what is not finite in a row stays so up to its logits.
+Every row of a prefill chunk has too (`BrokenRows`). A request with one that is not finite ends, and
+the pages that it took over are suspects like its own: nobody else begins there until they are
+computed again.
 """
 
 from __future__ import annotations
@@ -169,8 +167,9 @@ class Reuse:
             if not there:
                 have = ", ".join(f"{s.position} ({s.layers} layers)" for s in hit.snapshots)
                 raise ValueError(
-                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys of {need} "
-                    f"layers below it, state KV is at hand at: {have or 'no place'}"
+                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys below it in "
+                    f"the first {need} of {len(plan.floor)} layers; state KV is at hand at: "
+                    f"{have or 'no place'}"
                 )
             key = self.keys(request, plan.start)[-1]
             found = self.snapshots.get(key)  # counts as a use
@@ -247,8 +246,7 @@ class Reuse:
         for i, share in enumerate(shares):
             if not share.decode and (ends := self.ends(share)):
                 wanted[i] = ends
-        leaves = any(not s.decode and self.leaves(s.request) for s in shares)
-        return Crossings(self.rt.cache, shares, wanted) if leaves else None
+        return Crossings(self.rt.cache, shares, wanted) if wanted else None
 
     def leaves(self, request: Request) -> bool:
         """Whether what it computes now may serve others."""
@@ -283,15 +281,12 @@ class Reuse:
         old = self.snapshots.peek(keys[at // self.page_size - 1])
         return old is None or (request.prefix.exact, layers) > old.rank
 
-    def learn(
-        self, request: Request, written: int, seen: dict[int, Snapshot], finite: bool = True
-    ) -> None:
-        """After a commit. written: where the positions end that the step and those on their way have
-        written, drafts too; seen: snapshots by position; finite: no chunk of it was seen broken.
-        What a request that failed has left is not served, and nothing that began before the cache
-        was cleared is registered."""
+    def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
+        """After a commit. written: where the positions end that the step and those on their way
+        have written, drafts too; seen: snapshots by position. What a request that failed has left
+        is not served, and nothing that began before the cache was cleared is registered."""
         mine = request.prefix
-        mine.edited |= self.edited or not finite
+        mine.edited |= self.edited
         if request.error is not None:
             self.disown(request)
         if request.error is not None or mine.edited or not self.current(request):
