@@ -3,6 +3,7 @@ its README are those of its results."""
 
 from pathlib import Path
 
+import deepinfer as di
 import pytest
 import torch
 from deepinfer.engine.engine import Engine
@@ -19,8 +20,10 @@ from experiments.replay_error.config import FULL, TINY, depths, keep_policies
 from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.files import Part, read, read_all
 from experiments.replay_error.floors import floors
-from experiments.replay_error.passages import last, passages
-from experiments.replay_error.turns import Turns, chained, fresh, turn_engine
+from experiments.replay_error.passages import Passages, last, passages
+from experiments.replay_error.stairs import Stairs
+from experiments.replay_error.tables import pairs
+from experiments.replay_error.turns import Turns, chained, fresh, turn_engine, turn_error
 
 HERE = Path(findings.HERE)
 
@@ -64,6 +67,29 @@ def test_policies_by_depth_reach_the_exact_length_and_none_is_refused(eng):
     assert f"n{n} keep {Bounded().rows_kept(c)}" in found
 
 
+def test_stairs_run_as_many_rows_as_a_box_and_keep_the_laws(eng):
+    c, at = eng.config, 60
+    least = c.sliding_window + c.max_draft + 1
+    for keep in range(least, 40):
+        stairs, box = (p.plan(Prompt(at), c) for p in (Stairs(keep), Bounded(keep=keep)))
+        assert sum(stairs.rows_run(at)) == sum(box.rows_run(at)), keep
+        assert stairs.rows_run(at)[-1] == least and stairs.rows_run(at) == tuple(sorted(stairs.rows_run(at), reverse=True))
+    assert Stairs(least).plan(Prompt(at), c).rows_from == Bounded(keep=least).plan(Prompt(at), c).rows_from
+    with pytest.raises(ValueError, match=f"want a keep of {least}"):
+        Stairs(least - 1).plan(Prompt(at), c)
+    assert di.check(Stairs(28))
+
+
+def test_steep_stairs_are_exact(eng):
+    """With a step of window - 1 they are the cone of the exact rebuild; a row a layer less, and they are not."""
+    c = eng.config
+    n, w = c.num_layers - c.first_decoder_layer, c.sliding_window
+    keep = w + c.max_draft + 1 + (n - 1) * (w - 1) // 2
+    texts = passages(eng, "heldout", 140, 1)
+    r = replay_error(eng, texts.ids, {"cone": Stairs(keep), "less": Stairs(keep - w)}, 128, 12, drafter=False)
+    assert r.estimate("cone", "kl", "max").value < 1e-12 < r.estimate("less", "kl", "max").value
+
+
 # -------------------------------------------------------------------------------------------- texts
 
 
@@ -87,6 +113,38 @@ def test_floors_are_laws_of_the_engines_themselves(eng):
     p, q = (e.logits(texts.ids[0][:-1], 64)[63:].double().log_softmax(-1) for e in (eng, half))
     want = (p.exp() * (p - q)).sum(-1).mean()
     assert r.passages[1]["kl"] == pytest.approx(float(want), rel=1e-9)
+
+
+def test_policies_beside_floors_are_those_of_replay_error(eng):
+    texts = passages(eng, "heldout", 76, 2)
+    policies = {"a": Bounded(), "b": Halo()}
+    mine = floors(eng, texts, 64, 12, ("chunks",), policies)
+    its = replay_error(eng, texts.ids, policies, 64, 12, groups=texts.modules, drafter=False)
+    for k in ("keep", "depth", "kl", "kl_max", "perplexity_ratio"):
+        assert mine.summary()[k][:2] == its.summary()[k], k
+    assert mine.policies == ("a", "b", "chunks")
+
+
+def test_window_keys_of_floors_are_compared_where_a_replay_leaves_some(eng):
+    """Same bins and rows as the default's, and nothing between an engine and itself."""
+    c, texts = eng.config, passages(eng, "heldout", 76, 1)
+    r = floors(eng, texts, 64, 12, ("chunks", "top-k halved"))
+    its = replay_error(eng, texts.ids, {"a": Bounded()}, 64, 12, drafter=False)
+    same = ("layer", "lowest", "distance", "until", "rows", "norm2")
+    assert [[x[k] for k in same] for x in r.windows] == [[x[k] for k in same] for x in its.windows]
+    assert {x["policy"] for x in r.windows} == {"top-k halved"}
+    by = {x["layer"]: x["rel_l2"] for x in r.by_layer()}
+    assert by[c.num_layers - 1] > 0
+
+
+def test_pairs_are_over_the_same_texts():
+    rows = [dict(text=i, group=str(i // 2), policy=p, kl=k * (i + 1)) for p, k in (("a", 1.0), ("b", 3.0)) for i in range(16)]
+    (pair,) = pairs(rows, [("a", "b")])
+    assert pair["ratio"] == pair["ratio_low"] == pair["ratio_high"] == 3
+    assert pair["difference"] == pytest.approx(17)
+    assert pair["difference_low"] < 17 < pair["difference_high"]
+    with pytest.raises(ValueError, match="other texts"):
+        pairs(rows[:-1], [("a", "b")])
 
 
 # -------------------------------------------------------------------------------------------- turns
@@ -126,6 +184,16 @@ def test_chained_turns_read_what_the_turns_before_left(eng, ids):
     apart = [float((a - b).abs().max()) for a, b in zip(*some)]
     assert max(apart[:2]) < 1e-9 < apart[2]
     assert all(float((a - b).abs().max()) > 1e-6 for a, b in zip(some[0], exact))
+
+
+def test_floors_of_turns_are_those_of_each_prompt(eng, ids):
+    texts, policies = Passages([ids], ["m"]), {"exact": (Exact(), True)}
+    r = turn_error(eng, texts, TURNS, policies, ("chunks", "fidelity 0"))
+    by = {row["policy"]: row["kl"] for row in r.passages}
+    assert len(by) == 9 and by["chunks turn 2"] < 1e-12
+    for k, prompt in enumerate(TURNS.prompts):
+        alone = floors(eng, Passages([ids[: prompt + TURNS.reply]], ["m"]), prompt, TURNS.reply, ("fidelity 0",))
+        assert alone.passages[0]["kl"] == pytest.approx(by[f"fidelity 0 turn {k}"], rel=1e-6)
 
 
 @torch.no_grad()
