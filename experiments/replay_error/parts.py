@@ -206,6 +206,8 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     for topk in TOPKS:
         own = eng.with_(kernels=None if topk == "partition" else dict(topk=topk))
         for n in sizes.cost_lengths:
+            if topk != TOPKS[0] and n > 2048:
+                continue  # half a minute a run
             some = {k: p for k, p in policies.items() if k == "compact" or (n <= 2048 and topk == TOPKS[0])}
             t = di.measure.replay_seconds(own, [ids], some, [n], sizes.cost_repeats, time.process_time)
             found["seconds"] += [dict(topk=topk, **row) for row in t]
