@@ -211,8 +211,8 @@ def lengths(parts: Parts) -> list[Axes]:
 
 
 def turns(parts: Parts) -> list[Axes]:
-    """Each turn of a conversation; chained: its pages stem from the turns before it."""
-    axes, found = panels(2, 12), rows(parts, "turns")
+    """Each turn of a conversation; chained: its pages stem from the turns before it. Right: what that adds."""
+    axes, found = panels(3, 14), rows(parts, "turns")
     ways = list(dict.fromkeys(r["way"] for r in found))
     floors = [w for w in ways if w in FLOORS]
     for ax, column, words in ((axes[0], "kl", "mean"), (axes[1], "kl_p99", "p99")):
@@ -222,8 +222,26 @@ def turns(parts: Parts) -> list[Axes]:
         floor_curves(ax, [dict(r, policy=r["way"]) for r in seen if r["way"] in floors], "turn", column)
         ax.set_xticks(sorted({r["turn"] for r in found}))
         finished(ax, "turn", KL, words)
+    numbers = sorted({r["turn"] for r in found})
+    added = [
+        dict(r, turn=k)
+        for k in numbers
+        for r in rows(parts, "turns", "pairs", first=f"fresh turn {k}", second=f"chained turn {k}")
+    ]
+    axes[2].axhline(0, color="0.6", linewidth=1)
+    signed(axes[2], added, "turn", "difference")
+    axes[2].set_xticks(numbers)
+    finished(axes[2], "turn", "nats", "chained less fresh, mean", log=False)
     legend(axes)
     return axes
+
+
+def signed(ax: Axes, points: Sequence[Row], x: str, y: str) -> None:
+    """A column that may be below zero, with its interval."""
+    xs, ys = [r[x] for r in points], [r[y] for r in points]
+    if all(r[f"{y}_low"] is not None for r in points):
+        ax.vlines(xs, [r[f"{y}_low"] for r in points], [r[f"{y}_high"] for r in points], color=PALETTE[0])
+    ax.plot(xs, ys, "o-", color=PALETTE[0], markersize=4, linewidth=1.2)
 
 
 def sides(parts: Parts) -> list[Axes]:

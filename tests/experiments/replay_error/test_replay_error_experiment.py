@@ -263,6 +263,7 @@ def test_a_second_run_is_equal_to_the_digit(folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_part_and_every_figure_of_it(tmp_path):
     import matplotlib
 
