@@ -21,7 +21,12 @@ class Sizes:
     hit: int = 384
     apart: int = 8
     law_passages: int = 1
-    lengths: tuple[int, ...] = (256, 512, 1024, 1920)  # of longer ones there are no 64 of 24 modules
+    lengths: tuple[int, ...] = (
+        256,
+        512,
+        1024,
+        1920,
+    )  # of longer ones there are no 64 of 24 modules
     first_prompt: int = 256
     turns: int = 5
     turn_tokens: int = 128
@@ -37,7 +42,9 @@ class Sizes:
     def of(self, part: str) -> dict[str, object]:
         """The sizes that a part depends on, as JSON has them."""
         return {
-            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k in USED[part]
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in asdict(self).items()
+            if k in USED[part]
         }
 
 
@@ -95,7 +102,7 @@ def boxes(c: ModelConfig, steps: tuple[float, ...]) -> list[int]:
 
 
 def keep_policies(c: ModelConfig, sizes: Sizes) -> dict[str, object]:
-    """Part keep: by keep and depth, both engines' cut layers, stairs, and below what an engine takes."""
+    """Part keep: by keep and depth, both engines' cuts, stairs, and below what an engine takes."""
     short = sorted({max(s * c.sliding_window // 64, 1) for s in sizes.short_keeps})
     keeps = boxes(c, sizes.steps)
     return {

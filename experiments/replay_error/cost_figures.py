@@ -1,4 +1,5 @@
-"""The figures of what a reader and a machine see: drafts, free text, costs. Drawn from the stored results alone."""
+"""The figures of what a reader and a machine see, from the stored results alone: drafts, free text,
+costs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from deepinfer.display.html import PALETTE
 from matplotlib.axes import Axes
 
 from experiments.replay_error.figures import (
-    FLOORS, KL, Parts, deepest, finished, floor_lines, from_zero, gray, layers_of, legend, line, panels, rows, starting,
+    FLOORS, KL, Parts, deepest, finished, floor_lines, from_zero, gray, layers_of, legend, line,
+    panels, rows, starting,
 )  # fmt: skip
 
 
@@ -14,11 +16,20 @@ def drafts(parts: Parts) -> Axes:
     """What the drafter loses: expected tokens of a step, less exact's."""
     (ax,) = panels(1, 7, 3.6)
     found = sorted(
-        (r for r in rows(parts, "keep") if not 0 < layers_of(r) < layers_of(deepest(parts, "keep")[0])),
+        (
+            r
+            for r in rows(parts, "keep")
+            if not 0 < layers_of(r) < layers_of(deepest(parts, "keep")[0])
+        ),
         key=lambda r: r["keep"],
     )
     for y, row in enumerate(found):
-        ax.plot([row["length_change_low"], row["length_change_high"]], [y, y], color=PALETTE[0], linewidth=2)
+        ax.plot(
+            [row["length_change_low"], row["length_change_high"]],
+            [y, y],
+            color=PALETTE[0],
+            linewidth=2,
+        )
         ax.plot([row["length_change"]], [y], "o", color=PALETTE[0])
     ax.axvline(0, color="0.6", linewidth=1)
     ax.set_yticks(range(len(found)), [str(r["policy"]) for r in found])
@@ -64,7 +75,8 @@ def error_and_cost(parts: Parts) -> Axes:
 
 
 def seconds(parts: Parts) -> list[Axes]:
-    """CPU milliseconds a token by length, and speedups beside what is predicted. Pale: with torch's top-k."""
+    """CPU milliseconds a token by length, and speedups beside what is predicted. Dashed: with
+    torch's top-k."""
     axes, found = panels(2, 11), [dict(r) for r in rows(parts, "cost", "seconds")]
     for r in found:
         r["ms"] = 1e3 * r["seconds"] / r["length"]
@@ -77,13 +89,22 @@ def seconds(parts: Parts) -> list[Axes]:
         if name != "exact":
             line(axes[1], points, "length", "speedup", i, label, fmt)
         if name == "compact" and not other:
-            for column, words in (("predicted_flops", "FLOPs"), ("predicted_rows", "rows x layers")):
+            for column, words in (
+                ("predicted_flops", "FLOPs"),
+                ("predicted_rows", "rows x layers"),
+            ):
                 style = dict(color="0.3", linestyle=":" if words == "FLOPs" else "-.", linewidth=1)
-                axes[1].plot([r["length"] for r in points], [r[column] for r in points], label=f"compact, by {words}", **style)
+                axes[1].plot(
+                    [r["length"] for r in points],
+                    [r[column] for r in points],
+                    label=f"compact, by {words}",
+                    **style,
+                )
     for ax in axes:
         ax.set_xscale("log", base=2)
         at = sorted({r["length"] for r in found})
-        ax.set_xticks(at, at)
+        ax.set_xticks(at, [f"{n:,}" for n in at])
+        ax.minorticks_off()
         ax.set_ylim(bottom=0)
     finished(axes[0], "prompt, tokens", "CPU ms a prompt token", log=False)
     finished(axes[1], "prompt, tokens", "speedup over exact", log=False)
@@ -92,7 +113,7 @@ def seconds(parts: Parts) -> list[Axes]:
 
 
 def where(parts: Parts) -> list[Axes]:
-    """What the CPU time of a prefill goes into, and its FLOPs, a prompt token. Hatched: the decoder."""
+    """What the CPU time of a prefill goes into, and its FLOPs, a prompt token."""
     axes, found = panels(2, 12, 4), rows(parts, "cost", "parts")
     keys = list(dict.fromkeys((r["length"], r["policy"]) for r in found))
     ops = [op for op in dict.fromkeys(str(r["op"]) for r in found) if op != "other"]
@@ -100,7 +121,11 @@ def where(parts: Parts) -> list[Axes]:
     for ax, column, scale in ((axes[0], "seconds", 1e3), (axes[1], "flops", 1e-6)):
         left = [0.0] * len(keys)
         for side, op in [*kinds, ("outside", "other")]:
-            some = {(r["length"], r["policy"]): r[column] for r in found if (r["side"], r["op"]) == (side, op)}
+            some = {
+                (r["length"], r["policy"]): r[column]
+                for r in found
+                if (r["side"], r["op"]) == (side, op)
+            }
             widths = [scale * some.get(key, 0.0) / key[0] for key in keys]
             ax.barh(
                 range(len(keys)), widths, left=left, height=0.7,
@@ -109,7 +134,16 @@ def where(parts: Parts) -> list[Axes]:
                 label=op if side != "decoder" else None,
             )  # fmt: skip
             left = [a + b for a, b in zip(left, widths)]
-        ax.bar([0], [0], color="0.7", hatch="//", edgecolor="white", label="hatched: decoder layers")
+        ax.barh(
+            [0],
+            [0],
+            height=0.7,
+            color="0.7",
+            hatch="//",
+            edgecolor="white",
+            linewidth=0,
+            label="hatched: decoder layers",
+        )
         ax.set_yticks(range(len(keys)), [f"{p}, {n:,}" if ax is axes[0] else "" for n, p in keys])
         ax.invert_yaxis()
         words = "CPU ms a prompt token" if column == "seconds" else "MFLOP a prompt token (formula)"

@@ -1,4 +1,4 @@
-"""The figures of the errors, drawn from the stored results alone. Each takes the parts and gives its axes."""
+"""The figures of errors, from the stored results alone. Each takes the parts, gives its axes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def deepest(parts: Parts, part: str) -> list[Row]:
 
 
 def line(
-    ax: Axes, points: Sequence[Row], x: str, y: str, i: int, label: str, fmt: str = "-", size: int = 4,
-    color: str | None = None,
+    ax: Axes, points: Sequence[Row], x: str, y: str, i: int, label: str, fmt: str = "-",
+    size: int = 4, color: str | None = None,
 ) -> None:  # fmt: skip
     """A column over another with its interval."""
     if not points:
@@ -132,7 +132,12 @@ def keep(parts: Parts) -> list[Axes]:
         line(ax, rows(parts, "keep", policy="halo"), "keep", columns[0], 3, "halo", "", 7)
         floor_lines(ax, rows(parts, "floors"), columns[0])
         ax.set_xlim(left=0)
-        finished(ax, "keep: prompt rows above the cut", KL, f"{words[columns[0]]} and {words[columns[1]]}")
+        finished(
+            ax,
+            "keep: prompt rows above the cut",
+            KL,
+            f"{words[columns[0]]} and {words[columns[1]]}",
+        )
         ax.set_ylim(bottom=FLOOR / 2)
     legend(axes)
     return axes
@@ -145,16 +150,26 @@ def starting(parts: Parts, part: str, word: str) -> list[Row]:
 
 
 def depth(parts: Parts) -> list[Axes]:
-    """Cuts at later layers: over keep / window, and over the share of the way to the exact length."""
+    """Cuts at later layers: over keep / window, and over the share of the exact length."""
     axes, found = panels(2, 12), [r for r in rows(parts, "keep") if layers_of(r)]
-    others = (("short 1", "no window"), (starting(parts, "keep", "vLLM")[0]["policy"], "vLLM's cut"), ("halo", "halo"))
+    others = (
+        ("short 1", "no window"),
+        (starting(parts, "keep", "vLLM")[0]["policy"], "vLLM's cut"),
+        ("halo", "halo"),
+    )
     for ax, x in zip(axes, ("windows", "depth")):
         layers = sorted({layers_of(r) for r in found}, reverse=True)
         for i, n in enumerate(layers):
-            points = [r for r in found if layers_of(r) == n and r[x] is not None and r["kl"] > FLOOR]
+            points = [
+                r for r in found if layers_of(r) == n and r[x] is not None and r["kl"] > FLOOR
+            ]
             line(ax, sorted(points, key=lambda r: r[x]), x, "kl", i, f"n = {n}")
         for i, (name, label) in enumerate(others):
-            points = [r for r in rows(parts, "keep", policy=name) if r[x] is not None and (r[x] > 0 or x == "windows")]
+            points = [
+                r
+                for r in rows(parts, "keep", policy=name)
+                if r[x] is not None and (r[x] > 0 or x == "windows")
+            ]
             line(ax, points, x, "kl", len(layers) + i, label, "", 7, "black")
         floor_lines(ax, rows(parts, "floors"), "kl")
     finished(axes[0], "keep / window", KL)
@@ -166,12 +181,14 @@ def depth(parts: Parts) -> list[Axes]:
 
 
 def windows(parts: Parts) -> list[Axes]:
-    """Relative L2 of window keys by layer and by distance from the cut, and that of floors at the same places."""
+    """Relative L2 of window keys by layer and by distance from the cut, floors beside."""
     axes, main = panels(2, 12), [r["policy"] for r in deepest(parts, "keep")]
     shown = ["short 1", starting(parts, "keep", "vLLM")[0]["policy"], main[1], main[-3], main[-1]]
     for ax, table, x in ((axes[0], "layers", "layer"), (axes[1], "distance", "distance")):
         for i, name in enumerate(dict.fromkeys(shown)):
-            points = [r for r in middles(rows(parts, "keep", table, policy=name), table) if r["rel_l2"]]
+            points = [
+                r for r in middles(rows(parts, "keep", table, policy=name), table) if r["rel_l2"]
+            ]
             line(ax, points, x, "rel_l2", i, str(name))
         floors = middles(rows(parts, "floors", table), table)
         floor_curves(ax, floors, x, "rel_l2")
@@ -211,7 +228,7 @@ def lengths(parts: Parts) -> list[Axes]:
 
 
 def turns(parts: Parts) -> list[Axes]:
-    """Each turn of a conversation; chained: its pages stem from the turns before it. Right: what that adds."""
+    """Each turn of a conversation; chained: on pages of the turns before. Right: what that adds."""
     axes, found = panels(3, 14), rows(parts, "turns")
     ways = list(dict.fromkeys(r["way"] for r in found))
     floors = [w for w in ways if w in FLOORS]
@@ -219,7 +236,9 @@ def turns(parts: Parts) -> list[Axes]:
         seen = [r for r in found if r[column] > LEAST]  # what is exact in turn 0 is rounding
         for i, way in enumerate(w for w in ways if w not in floors):
             line(ax, [r for r in seen if r["way"] == way], "turn", column, i, str(way))
-        floor_curves(ax, [dict(r, policy=r["way"]) for r in seen if r["way"] in floors], "turn", column)
+        floor_curves(
+            ax, [dict(r, policy=r["way"]) for r in seen if r["way"] in floors], "turn", column
+        )
         ax.set_xticks(sorted({r["turn"] for r in found}))
         finished(ax, "turn", KL, words)
     numbers = sorted({r["turn"] for r in found})
@@ -240,7 +259,9 @@ def signed(ax: Axes, points: Sequence[Row], x: str, y: str) -> None:
     """A column that may be below zero, with its interval."""
     xs, ys = [r[x] for r in points], [r[y] for r in points]
     if all(r[f"{y}_low"] is not None for r in points):
-        ax.vlines(xs, [r[f"{y}_low"] for r in points], [r[f"{y}_high"] for r in points], color=PALETTE[0])
+        ax.vlines(
+            xs, [r[f"{y}_low"] for r in points], [r[f"{y}_high"] for r in points], color=PALETTE[0]
+        )
     ax.plot(xs, ys, "o-", color=PALETTE[0], markersize=4, linewidth=1.2)
 
 
@@ -268,12 +289,24 @@ def domains(parts: Parts) -> list[Axes]:
     """Python beside English prose, each with floors on its own tokens."""
     axes = panels(2, 12)
     names = {r["policy"] for r in rows(parts, "prose")}
-    both = (("keep", "floors", "summary", "Python"), ("prose", "prose", "floors summary", "English"))
+    both = (
+        ("keep", "floors", "summary", "Python"),
+        ("prose", "prose", "floors summary", "English"),
+    )
     for ax, (part, floor, table, title) in zip(axes, both):
         points = [r for r in rows(parts, part) if r["policy"] in names]
         kept = [r for r in points if layers_of(r) or r["policy"] == "short 1"]
         line(ax, sorted(kept, key=lambda r: r["keep"]), "keep", "kl", 0, "by keep")
-        line(ax, [r for r in points if str(r["policy"]).startswith("vLLM")], "keep", "kl", 2, "vLLM's cut", "", 6)
+        line(
+            ax,
+            [r for r in points if str(r["policy"]).startswith("vLLM")],
+            "keep",
+            "kl",
+            2,
+            "vLLM's cut",
+            "",
+            6,
+        )
         line(ax, [r for r in points if r["policy"] == "halo"], "keep", "kl", 3, "halo", "", 7)
         floor_lines(ax, rows(parts, floor, table), "kl")
         finished(ax, "keep: prompt rows above the cut", KL, title)

@@ -1,6 +1,6 @@
 """README.md from the stored results: its tables, and its findings in words.
 
-    python -m experiments.replay_error.findings            # writes them into README.md
+python -m experiments.replay_error.findings            # writes them into README.md
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def filled(text: str, parts: Parts) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m experiments.replay_error.findings", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.replay_error.findings", description=__doc__
+    )
     p.parse_args(arguments)
     readme, parts = HERE / "README.md", read_all(HERE / "results")
     readme.write_text(filled(readme.read_text("utf-8"), parts), "utf-8")

@@ -35,13 +35,15 @@ def engines(eng: Engine, names: Sequence[str]) -> dict[str, Engine]:
     makes = {
         "fidelity 0": lambda: eng.with_(fidelity=0),
         "fidelity 2": lambda: eng.with_(fidelity=2),
-        "top-k halved": lambda: eng.with_(attention=attention.CSA2(topk=eng.config.index_topk // 2)),
+        "top-k halved": lambda: eng.with_(
+            attention=attention.CSA2(topk=eng.config.index_topk // 2)
+        ),
     }
     return {n: makes[n]() for n in names if n in makes}
 
 
 def in_chunks(eng: Engine, ids: list[int], prompt: int) -> torch.Tensor:
-    """[t, v] logits of all rows, the prompt's in chunks through the cache, the others in one more."""
+    """[t, v] logits of all rows, the prompt's in chunks through the cache, the others in one."""
     sizes = [min(CHUNK, prompt - at) for at in range(0, prompt, CHUNK)]
     sizes += [len(ids) - prompt] if len(ids) > prompt else []
     return eng.logits(ids, prompt, chunks=sizes)
@@ -52,12 +54,12 @@ def floors(
     eng: Engine, texts: Passages, prompt: int, continuation: int, names: Sequence[str],
     also: Mapping[str, Any] | None = None,
 ) -> ReplayReport:  # fmt: skip
-    """The meters of `replay_error` between eng and others: passes over the whole text without a cache, as
-    there, but for the chunks. Window keys are compared at the places where Bounded() leaves some (those of the
-    chunks are not): next to a policy's they are in the same bins.
+    """The meters of `replay_error` between eng and others: passes over the whole text without a
+    cache, as there, but for the chunks. Window keys are compared at the places where Bounded()
+    leaves some (those of the chunks are not): next to a policy's they are in the same bins.
 
-    also: replay policies by name, measured from the same exact pass: what `replay_error` finds, without window
-    keys, drafts and costs.
+    also: replay policies by name, measured from the same exact pass: what `replay_error` finds,
+    without window keys, drafts and costs.
     """
     found = Texts.of(eng, texts.ids, prompt, continuation, texts.modules, "floors")
     own = {
@@ -97,6 +99,6 @@ def floors(
 
 
 def _keys(first: Passage, other: Passage, plan: ReplayPlan) -> Iterator[dict[str, object]]:
-    """Errors of window keys at the places that a plan leaves, by layer and distance from its cut."""
+    """Errors of window keys at the places that a plan leaves, by layer and distance."""
     c = first.rt.config
     return window_errors(first.exact, other.exact, plan, c.first_decoder_layer, len(first.ids), c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepinfer as di
@@ -40,7 +40,14 @@ def measured(
 
     def one(at: Passages) -> ReplayReport:
         return di.measure.replay_error(
-            eng, at.ids, policies, prompt, sizes.continuation, groups=at.modules, apart=sizes.apart, **more
+            eng,
+            at.ids,
+            policies,
+            prompt,
+            sizes.continuation,
+            groups=at.modules,
+            apart=sizes.apart,
+            **more,
         )
 
     return _batches(one, texts, sizes, say, what)
@@ -58,7 +65,9 @@ def floored(
     return _batches(one, texts, sizes, say, what)
 
 
-def _batches(one: Callable[[Passages], ReplayReport], texts: Passages, sizes: Sizes, say: Say, what: str):
+def _batches(
+    one: Callable[[Passages], ReplayReport], texts: Passages, sizes: Sizes, say: Say, what: str
+):
     found = []
     for at in range(0, len(texts), sizes.batch):
         found.append(one(texts[at : at + sizes.batch]))
@@ -70,7 +79,7 @@ def _batches(one: Callable[[Passages], ReplayReport], texts: Passages, sizes: Si
 
 
 def keep(eng: Engine, sizes: Sizes, say: Say) -> Tables:
-    """Error against keep and depth, both engines' cuts, stairs, no window; layers, distance, accepted lengths."""
+    """Error against keep and depth, both engines' cuts, stairs, no window; layers, distance, drafts."""
     texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.passages)
     r = measured(eng, texts, keep_policies(eng.config, sizes), sizes.prompt, sizes, say, "keep")
     n = eng.config.num_layers - eng.config.first_decoder_layer
@@ -125,7 +134,12 @@ def sides(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.passages)
     policies = side_policies(eng.runtime.limits.page_size)
     r = measured(eng, texts, policies, sizes.prompt, sizes, say, "sides", hit=sizes.hit)
-    compared = [("decoder", "both"), ("encoder", "both"), ("encoder", "page given up"), ("encoder", "no replay")]
+    compared = [
+        ("decoder", "both"),
+        ("encoder", "both"),
+        ("encoder", "page given up"),
+        ("encoder", "no replay"),
+    ]
     compared += [("no replay", "page given up"), ("both", "both, vLLM"), ("both", "both, short 1")]
     return {**stored(r), "texts": texts_of(r), "pairs": pairs(brief(r), compared)}
 
@@ -140,7 +154,12 @@ def turns(eng: Engine, sizes: Sizes, say: Say) -> Tables:
         return turn_error(eng, at, shape, policies, FLOORS)
 
     r = _batches(one, texts, sizes, say, "turns")
-    against = [("fresh", "chained"), ("chained", "page given up"), ("chained", "fidelity 0"), ("chained", "vLLM")]
+    against = [
+        ("fresh", "chained"),
+        ("chained", "page given up"),
+        ("chained", "fidelity 0"),
+        ("chained", "vLLM"),
+    ]
     compared = [(f"{a} turn {k}", f"{b} turn {k}") for a, b in against for k in range(sizes.turns)]
     by = r.summary().rows
     for row in by:
@@ -166,7 +185,10 @@ def free(eng: Engine, sizes: Sizes, say: Say) -> Tables:
             for way, temperature in WAYS.items():
                 params = [
                     SamplingParams(
-                        temperature=temperature, max_tokens=sizes.free_tokens, seed=i, ignore_eos=True
+                        temperature=temperature,
+                        max_tokens=sizes.free_tokens,
+                        seed=i,
+                        ignore_eos=True,
                     )
                     for i in range(len(texts))
                 ]
@@ -178,7 +200,11 @@ def free(eng: Engine, sizes: Sizes, say: Say) -> Tables:
         | dict(diverged=first_difference(said["exact", way][i], said[name, way][i]))
         for name in made if name != "exact" for way in WAYS for i in range(len(texts))
     ]  # fmt: skip
-    return {"divergence": Table(rows, title="output position of the first token that differs from exact's")}
+    return {
+        "divergence": Table(
+            rows, title="output position of the first token that differs from exact's"
+        )
+    }
 
 
 def law(eng: Engine, sizes: Sizes, say: Say) -> Tables:
@@ -208,12 +234,20 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
         for n in sizes.cost_lengths:
             if topk != TOPKS[0] and n > 2048:
                 continue  # half a minute a run
-            some = {k: p for k, p in policies.items() if k == "compact" or (n <= 2048 and topk == TOPKS[0])}
-            t = di.measure.replay_seconds(own, [ids], some, [n], sizes.cost_repeats, time.process_time)
+            some = {
+                k: p
+                for k, p in policies.items()
+                if k == "compact" or (n <= 2048 and topk == TOPKS[0])
+            }
+            t = di.measure.replay_seconds(
+                own, [ids], some, [n], sizes.cost_repeats, time.process_time
+            )
             found["seconds"] += [dict(topk=topk, **row) for row in t]
             say(f"seconds at {n}, {topk}")
             if topk == TOPKS[0]:
-                parts = where_it_goes(own, ids, {"compact": policies["compact"]}, [n], sizes.cost_repeats)
+                parts = where_it_goes(
+                    own, ids, {"compact": policies["compact"]}, [n], sizes.cost_repeats
+                )
                 found["parts"] += [dict(topk=topk, **row) for row in parts]
                 say(f"where they go at {n}, {topk}")
         own.close()

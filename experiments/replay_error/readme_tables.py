@@ -7,7 +7,7 @@ from typing import Any
 
 from deepinfer.measure.bootstrap import over_groups
 
-from experiments.replay_error.files import Part, read_all
+from experiments.replay_error.files import Part
 from experiments.replay_error.figures import FLOORS, deepest, layers_of, rows
 from experiments.replay_error.tables import pairs
 
@@ -74,11 +74,20 @@ def keep(parts: Parts) -> str:
 
 def depth(parts: Parts) -> str:
     lines = [
-        [str(layers_of(r)), str(r["keep"]), f"{r['windows']:.2f}", "" if r["depth"] is None else f"{r['depth']:.2f}"]
+        [str(layers_of(r)), str(r["keep"]), f"{r['windows']:.2f}"]
+        + ["" if r["depth"] is None else f"{r['depth']:.2f}"]
         + [interval(r, "kl"), number(r["kl_p99"]), number(r["kl_max"])]
         for r in rows(parts, "keep") if layers_of(r)
     ]  # fmt: skip
-    head = ["n", "keep", "keep / W", "(keep - W) / ((n - 1)(W - 1))", "KL mean [95 %]", "p99", "maximum"]
+    head = [
+        "n",
+        "keep",
+        "keep / W",
+        "(keep - W) / ((n - 1)(W - 1))",
+        "KL mean [95 %]",
+        "p99",
+        "maximum",
+    ]
     return table(head, lines)
 
 
@@ -117,37 +126,46 @@ def turns_pairs(parts: Parts) -> str:
     for r in rows(parts, "turns", "pairs"):
         (a, k), (b, _) = (str(r[w]).rsplit(" turn ", 1) for w in ("first", "second"))
         by.setdefault((a, b), {})[int(k)] = r
-    lines = [[f"`{b}` less `{a}`", *(interval(r, "difference") for r in x.values())] for (a, b), x in by.items()]
+    lines = [
+        [f"`{b}` less `{a}`", *(interval(r, "difference") for r in x.values())]
+        for (a, b), x in by.items()
+    ]
     return table(["KL", *(f"turn {k}" for k in next(iter(by.values())))], lines)
 
 
 def sides(parts: Parts) -> str:
-    lines = [
-        [f"`{r['policy']}`", *errors(r), share(r["rows_share"])] for r in rows(parts, "sides")
-    ]
+    lines = [[f"`{r['policy']}`", *errors(r), share(r["rows_share"])] for r in rows(parts, "sides")]
     lines += [[f"floor: {r['policy']}", *errors(r), ""] for r in rows(parts, "floors")]
     return table(["policy", *ERRORS, "rows x layers"], lines)
 
 
 def paired(pairs: Sequence[Row]) -> str:
     lines = [
-        [f"`{r['first']}`", f"`{r['second']}`", interval(r, "difference"), interval(r, "ratio")] for r in pairs
+        [f"`{r['first']}`", f"`{r['second']}`", interval(r, "difference"), interval(r, "ratio")]
+        for r in pairs
     ]
     return table(["first", "second", "KL, second less first", "second / first"], lines)
 
 
 def differences(parts: Parts) -> str:
-    return paired([*against_floors(parts), *rows(parts, "keep", "pairs"), *rows(parts, "sides", "pairs")])
+    return paired(
+        [*against_floors(parts), *rows(parts, "keep", "pairs"), *rows(parts, "sides", "pairs")]
+    )
 
 
 def against_floors(parts: Parts) -> list[Row]:
     """Policies and floors on the same tokens. ValueError where the two parts have others."""
     a, b = (parts[part].tables for part in ("keep", "floors"))
     if a["texts"].rows != b["texts"].rows:
-        raise ValueError("the parts keep and floors are of other texts: measure both with the same sizes")
+        raise ValueError(
+            "the parts keep and floors are of other texts: measure both with the same sizes"
+        )
     main = [r["policy"] for r in deepest(parts, "keep")]
     default, wide = main[1], main[3]
-    which = [(default, f) for f in ("fidelity 0", "top-k halved")] + [(wide, "chunks"), ("top-k halved", "short 1")]
+    which = [(default, f) for f in ("fidelity 0", "top-k halved")] + [
+        (wide, "chunks"),
+        ("top-k halved", "short 1"),
+    ]
     return list(pairs([*a["passages"], *b["passages"]], which))
 
 
@@ -177,8 +195,21 @@ def divergence(parts: Parts) -> str:
             said = f"{middle}" if middle < most else f"none in {most}"
             shown = f"floor: {name}" if name in FLOORS else f"`{name}`"
             first = str(at[0]) if at[0] < most else f"none in {most}"
-            lines.append([shown, str(way), interval(same(some), "share"), said, first])
-    return table(["policy", "way", "texts without a difference, % [95 %]", "median position", "earliest"], lines)
+            lines.append([shown, str(way), whole(same(some)), said, first])
+    return table(
+        ["policy", "way", "texts without a difference, % [95 %]", "median position", "earliest"],
+        lines,
+    )
+
+
+def whole(row: Row) -> str:
+    """A share in whole percent, with its interval; of none and of all a bootstrap has none."""
+    low = (
+        ""
+        if row["share_low"] == row["share_high"]
+        else f" [{row['share_low']:.0f}, {row['share_high']:.0f}]"
+    )
+    return f"{row['share']:.0f}{low}"
 
 
 def same(some: Sequence[Row]) -> Row:
@@ -195,17 +226,26 @@ def same(some: Sequence[Row]) -> Row:
 def seconds(parts: Parts) -> str:
     lines = [
         [
-            f"{r['length']:,}", f"`{r['policy']}`", f"`{r['topk']}`", f"{1e3 * r['seconds'] / r['length']:.2f}",
+            f"{r['length']:,}", f"`{r['policy']}`", f"`{r['topk']}`",
+            f"{1e3 * r['seconds'] / r['length']:.2f}",
             f"{r['speedup']:.2f}", f"{r['predicted_flops']:.2f}", f"{r['predicted_rows']:.2f}",
         ]
         for r in rows(parts, "cost", "seconds")
     ]  # fmt: skip
-    head = ["prompt", "policy", "top-k", "CPU ms a token", "speedup", "by FLOPs", "by rows x layers"]
+    head = [
+        "prompt",
+        "policy",
+        "top-k",
+        "CPU ms a token",
+        "speedup",
+        "by FLOPs",
+        "by rows x layers",
+    ]
     return table(head, lines)
 
 
 def where(parts: Parts) -> str:
-    """CPU microseconds and kFLOP a prompt token by op, both sides together, at the longest prompt."""
+    """CPU microseconds and kFLOP a prompt token by op, both sides, at the longest prompt."""
     whole, lines = rows(parts, "cost", "parts"), []
     most = max(r["length"] for r in whole)
     for op in dict.fromkeys(r["op"] for r in whole):
@@ -224,10 +264,16 @@ def where(parts: Parts) -> str:
 
 def law(parts: Parts) -> str:
     lines = [
-        [f"`{r['policy']}`", "" if r["depth"] is None else f"{r['depth']:.3f}", f"{r['kl_max']:.1e}"]
+        [
+            f"`{r['policy']}`",
+            "" if r["depth"] is None else f"{r['depth']:.3f}",
+            f"{r['kl_max']:.1e}",
+        ]
         for r in rows(parts, "law")
     ]
-    return table(["policy", "(keep - W) / ((n - 1)(W - 1))", "KL, maximum of tokens, float64"], lines)
+    return table(
+        ["policy", "(keep - W) / ((n - 1)(W - 1))", "KL, maximum of tokens, float64"], lines
+    )
 
 
 def percent(row: Row) -> dict[str, float]:
@@ -244,9 +290,14 @@ def texts(parts: Parts, part: str) -> dict[int, str]:
 def facts(parts: Parts) -> str:
     f = parts["keep"].facts
     took = sum(p.took for p in parts.values())
-    said = [f"`{name}` {len(t)} of {len(set(t.values()))}" for name in parts if (t := texts(parts, name))]
+    said = [
+        f"`{name}` {len(t)} of {len(set(t.values()))}"
+        for name in parts
+        if (t := texts(parts, name))
+    ]
     return (
-        f"Weights `{f['weights']}`, {f['dtype']}, fidelity {f['settings']['fidelity']}, torch {f['torch']}, "
-        f"{f['threads']} thread, {f['processor']}, commit `{f['commit'][:12]}`; the whole run took {took / 60:.0f} CPU "
-        f"minutes. Passages of modules (of help topics in `prose`): {', '.join(said)}."
+        f"Weights `{f['weights']}`, {f['dtype']}, fidelity {f['settings']['fidelity']}, torch "
+        f"{f['torch']}, {f['threads']} thread, {f['processor']}, commit `{f['commit'][:12]}`; the "
+        f"whole run took {took / 60:.0f} CPU minutes. Passages of modules (of help topics in "
+        f"`prose`): {', '.join(said)}."
     )

@@ -9,9 +9,10 @@ from deepinfer.slots.protocols import Prompt, ReplayPlan
 class Stairs:
     """Decoder layers run ever fewer of a prompt's last rows, as in the exact rebuild but flatter.
 
-    keep: their mean. The last layer runs window + backtracking rows, the least that an engine takes, each layer
-    below it more by the same step, to a row: rows x layers are exactly those of Bounded(keep=keep). A layer keeps
-    the window keys of all rows that enter it, so the first decoder layer is exact, as with whole_window.
+    keep: their mean. The last layer runs window + backtracking rows, the least that an engine
+    takes, each layer below it more by the same step, to a row: rows x layers are exactly those of
+    Bounded(keep=keep). A layer keeps the window keys of all rows that enter it, so the first
+    decoder layer is exact, as with whole_window.
     """
 
     version, exact, batch_invariant, on_device = 1, False, True, False
@@ -23,7 +24,7 @@ class Stairs:
         return f"Stairs({self.keep})"
 
     def keeps(self, config: ModelConfig) -> list[int]:
-        """Rows of each decoder layer, from the first one. ValueError for a keep that is less than the least."""
+        """Rows of each decoder layer, from the first one. ValueError for a keep below the least."""
         n = config.num_layers - config.first_decoder_layer
         least = config.sliding_window + config.max_draft + 1
         more = n * (self.keep - least)

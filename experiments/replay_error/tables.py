@@ -1,4 +1,4 @@
-"""Tables of a report, small enough to be kept, and differences of two policies on the same tokens."""
+"""Tables of a report, small enough to be kept, and differences of policies on the same tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ KEPT = ("text", "group", "policy", "kl")
 
 
 def stored(r: ReplayReport, prefix: str = "") -> dict[str, Table]:
-    """What is kept of a report: its summary with intervals, window errors, costs, and the mean KL of every passage,
-    from which differences are paired."""
+    """What is kept of a report: its summary with intervals, window errors, costs, and the mean KL
+    of every passage, from which differences are paired."""
     out = {"summary": r.summary(), "passages": brief(r)}
     if len(r.windows):
         out |= {"layers": r.by_layer(), "distance": r.by_distance()}
@@ -24,8 +24,8 @@ def stored(r: ReplayReport, prefix: str = "") -> dict[str, Table]:
 
 
 def brief(r: ReplayReport) -> Table:
-    """A row a passage and policy. All passages of a report have as many tokens, so that a mean of their means is that
-    of the tokens."""
+    """A row a passage and policy. All passages of a report have as many tokens, so that a mean of
+    their means is that of the tokens."""
     rows = [{k: row[k] for k in KEPT} for row in r.passages]
     return Table(rows, title="KL(exact || policy) of each passage, mean of its tokens, nats")
 
@@ -37,15 +37,19 @@ def texts_of(r: ReplayReport) -> Table:
 
 
 def pairs(rows: Iterable[Mapping[str, Any]], which: Iterable[tuple[str, str]]) -> Table:
-    """KL of the second policy less that of the first on the same tokens, nats, with its interval by paired
-    bootstrap over modules; and the ratio of the two means. rows: of `brief`, also of several reports on the same
-    texts. KeyError for a policy that is in none, ValueError where the two have other texts."""
+    """KL of the second policy less that of the first on the same tokens, nats, with its interval by
+    paired bootstrap over modules; and the ratio of the two means.
+
+    rows: of `brief`, also of several reports on the same texts. KeyError for a policy that is in
+    none, ValueError where the two have other texts.
+    """
     by: dict[str, dict[int, tuple[str, float]]] = {}
     for row in rows:
         by.setdefault(str(row["policy"]), {})[row["text"]] = (str(row["group"]), row["kl"])
     return Table(
         [_pair(a, b, by[a], by[b]) for a, b in which],
-        title="KL of the second policy less the first's, and over it; same tokens, 95 % over modules",
+        title="KL of the second policy less the first's, and over it; same tokens, "
+        "95 % over modules",
     )
 
 

@@ -113,7 +113,9 @@ def turn_error(
     chained; names: floors, whose pass is over the whole conversation. Policies are named "NAME turn K" in the
     report."""
     sets = [
-        Texts.of(eng, [x[: p + turns.reply] for x in texts.ids], p, turns.reply, texts.modules, "turns")
+        Texts.of(
+            eng, [x[: p + turns.reply] for x in texts.ids], p, turns.reply, texts.modules, "turns"
+        )
         for p in turns.prompts
     ]
     passages, tokens = [], []
@@ -140,7 +142,9 @@ def turn_error(
         for e in around.values():
             e.close()
     facts = of_engine(eng) | sets[-1].facts | dict(prompts=list(turns.prompts))
-    facts["policies"] = {n: f"{p!r}, {'chained' if c else 'fresh'}" for n, (p, c) in policies.items()}
+    facts["policies"] = {
+        n: f"{p!r}, {'chained' if c else 'fresh'}" for n, (p, c) in policies.items()
+    }
     return ReplayReport.of(passages, tokens, [], [], facts)
 
 

@@ -35,7 +35,9 @@ def eng():
 def test_baselines_begin_where_they_say(eng):
     c = eng.config
     asked = Prompt(64, 32)
-    none, given = (p.plan(asked, c).validate(asked, c.num_layers) for p in (NoReplay(), PageGivenUp(16)))
+    none, given = (
+        p.plan(asked, c).validate(asked, c.num_layers) for p in (NoReplay(), PageGivenUp(16))
+    )
     assert (none.start, none.write_from, set(none.floor)) == (32, 32, {32})
     assert (given.start, given.write_from, set(given.floor)) == (16, 16, {16})
     assert not none.exact and NoReplay().plan(Prompt(64), c).exact
@@ -68,20 +70,27 @@ def test_stairs_run_as_many_rows_as_a_box_and_keep_the_laws(eng):
     for keep in range(least, 40):
         stairs, box = (p.plan(Prompt(at), c) for p in (Stairs(keep), Bounded(keep=keep)))
         assert sum(stairs.rows_run(at)) == sum(box.rows_run(at)), keep
-        assert stairs.rows_run(at)[-1] == least and stairs.rows_run(at) == tuple(sorted(stairs.rows_run(at), reverse=True))
-    assert Stairs(least).plan(Prompt(at), c).rows_from == Bounded(keep=least).plan(Prompt(at), c).rows_from
+        assert stairs.rows_run(at)[-1] == least and stairs.rows_run(at) == tuple(
+            sorted(stairs.rows_run(at), reverse=True)
+        )
+    assert (
+        Stairs(least).plan(Prompt(at), c).rows_from
+        == Bounded(keep=least).plan(Prompt(at), c).rows_from
+    )
     with pytest.raises(ValueError, match=f"want a keep of {least}"):
         Stairs(least - 1).plan(Prompt(at), c)
     assert di.check(Stairs(160))  # it runs on the release's shape too
 
 
 def test_steep_stairs_are_exact(eng):
-    """With a step of window - 1 they are the cone of the exact rebuild; a row a layer less, and they are not."""
+    """With a step of window - 1 they are the cone of the exact rebuild; less, and they are not."""
     c = eng.config
     n, w = c.num_layers - c.first_decoder_layer, c.sliding_window
     keep = w + c.max_draft + 1 + (n - 1) * (w - 1) // 2
     texts = passages(eng, "heldout", 140, 1)
-    r = replay_error(eng, texts.ids, {"cone": Stairs(keep), "less": Stairs(keep - w)}, 128, 12, drafter=False)
+    r = replay_error(
+        eng, texts.ids, {"cone": Stairs(keep), "less": Stairs(keep - w)}, 128, 12, drafter=False
+    )
     assert r.estimate("cone", "kl", "max").value < 1e-12 < r.estimate("less", "kl", "max").value
 
 
@@ -90,7 +99,9 @@ def test_steep_stairs_are_exact(eng):
 
 def test_passages_do_not_overlap_and_take_each_module_first(eng):
     found = passages(eng, "heldout", 60, 40)
-    assert {len(x) for x in found.ids} == {60} and {x[0] for x in found.ids} == {eng.config.bos_token_id}
+    assert {len(x) for x in found.ids} == {60} and {x[0] for x in found.ids} == {
+        eng.config.bos_token_id
+    }
     assert len({tuple(x) for x in found.ids}) == 40 and len(set(found.modules)) == 28
     assert len(set(found.modules[:28])) == 28
     short = last(found, 20, eng)
@@ -133,7 +144,11 @@ def test_window_keys_of_floors_are_compared_where_a_replay_leaves_some(eng):
 
 
 def test_pairs_are_over_the_same_texts():
-    rows = [dict(text=i, group=str(i // 2), policy=p, kl=k * (i + 1)) for p, k in (("a", 1.0), ("b", 3.0)) for i in range(16)]
+    rows = [
+        dict(text=i, group=str(i // 2), policy=p, kl=k * (i + 1))
+        for p, k in (("a", 1.0), ("b", 3.0))
+        for i in range(16)
+    ]
     (pair,) = pairs(rows, [("a", "b")])
     assert pair["ratio"] == pair["ratio_low"] == pair["ratio_high"] == 3
     assert pair["difference"] == pytest.approx(17)
@@ -164,7 +179,9 @@ def test_turns_of_exact_policies_are_exact(eng, ids):
         rt, free = own.runtime, own.runtime.pages.free
         assert [TURNS.hit(k, rt) for k in range(3)] == [0, 32, 64]
         for policy in (Exact(), Halo()):
-            for want, got in zip(exact_turns(rt, ids), chained(rt, ids, TURNS, policy), strict=True):
+            for want, got in zip(
+                exact_turns(rt, ids), chained(rt, ids, TURNS, policy), strict=True
+            ):
                 assert torch.allclose(want, got, atol=1e-9)
         assert rt.pages.free == free
 
@@ -187,7 +204,13 @@ def test_floors_of_turns_are_those_of_each_prompt(eng, ids):
     by = {row["policy"]: row["kl"] for row in r.passages}
     assert len(by) == 9 and by["chunks turn 2"] < 1e-12
     for k, prompt in enumerate(TURNS.prompts):
-        alone = floors(eng, Passages([ids[: prompt + TURNS.reply]], ["m"]), prompt, TURNS.reply, ("fidelity 0",))
+        alone = floors(
+            eng,
+            Passages([ids[: prompt + TURNS.reply]], ["m"]),
+            prompt,
+            TURNS.reply,
+            ("fidelity 0",),
+        )
         assert alone.passages[0]["kl"] == pytest.approx(by[f"fidelity 0 turn {k}"], rel=1e-6)
 
 
@@ -217,7 +240,13 @@ def test_seconds_by_op_are_of_every_op(eng):
     text = passages(eng, "heldout", 65, 1).ids[0]
     t = where_it_goes(eng, text, {"compact": Bounded()}, [64], 1)
     both = {(r["side"], r["op"]) for r in t if r["seconds"] > 0}
-    assert {op for _, op in both} >= {"attention", "experts", "index masks", "projections and streams", "other"}
+    assert {op for _, op in both} >= {
+        "attention",
+        "experts",
+        "index masks",
+        "projections and streams",
+        "other",
+    }
     flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
     r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
     assert flops == {row["policy"]: row["flops"] for row in r.plans}

@@ -1,4 +1,5 @@
-"""What the experiment on replay has stored: of one full run, with floors and baselines, and the page says that."""
+"""What the experiment on replay has stored is of one full run, with floors and baselines, and its
+page says that."""
 
 import dataclasses
 from collections import Counter
@@ -39,10 +40,20 @@ def test_results_are_of_one_full_run(stored):
 
 def test_every_part_has_64_passages_of_24_modules(stored):
     """English has 23 topics in all. By length the same passages are behind every prompt."""
-    assert set(stored) - {"law", "cost"} == {"keep", "floors", "sides", "turns", "length", "prose", "free"}
+    assert set(stored) - {"law", "cost"} == {
+        "keep",
+        "floors",
+        "sides",
+        "turns",
+        "length",
+        "prose",
+        "free",
+    }
     for name in set(stored) - {"law", "cost"}:
         found = texts(stored, name)
-        assert len(found) >= 64 and len(set(found.values())) >= (23 if name == "prose" else 24), name
+        assert len(found) >= 64 and len(set(found.values())) >= (23 if name == "prose" else 24), (
+            name
+        )
     by_length = stored["length"].tables["texts"]
     assert Counter(by_length["prompt"]) == dict.fromkeys(FULL.lengths, 64)
     assert stored["cost"].facts["sizes"]["cost_repeats"] >= 3
@@ -51,16 +62,30 @@ def test_every_part_has_64_passages_of_24_modules(stored):
 def test_every_figure_has_its_floors_and_baselines(stored):
     floors = {"chunks", "fidelity 0", "fidelity 2", "top-k halved"}
     both = {"n6 keep 76", "vLLM 76", "short 1", "halo"}
-    policies = lambda part, where="summary", key="policy": set(stored[part].tables[where][key])  # noqa: E731
-    assert policies("keep") >= both | {f"stairs {k}" for k in (76, 96, 127)} and policies("floors") == floors
+
+    def policies(part, where="summary", key="policy"):
+        return set(stored[part].tables[where][key])
+
+    assert (
+        policies("keep") >= both | {f"stairs {k}" for k in (76, 96, 127)}
+        and policies("floors") == floors
+    )
     assert policies("floors", "layers") == policies("floors", "distance") == floors - {"chunks"}
     for part in ("prose", "length"):
         assert policies(part) >= both and policies(part, "floors summary") == floors
     for row in stored["length"].tables["texts"]:
         prompt = row["prompt"]
-        assert {r["policy"] for r in stored["length"].tables["floors summary"] if r["prompt"] == prompt} == floors
+        assert {
+            r["policy"] for r in stored["length"].tables["floors summary"] if r["prompt"] == prompt
+        } == floors
     assert policies("turns", key="way") >= floors | {"vLLM", "short 1", "page given up", "halo"}
-    assert policies("sides") >= {"page given up", "no replay", "both, vLLM", "both, short 1", "halo"}
+    assert policies("sides") >= {
+        "page given up",
+        "no replay",
+        "both, vLLM",
+        "both, short 1",
+        "halo",
+    }
     assert texts(stored, "sides") == texts(stored, "floors") == texts(stored, "keep")
     assert policies("free", "divergence") == floors | both
 
@@ -68,7 +93,9 @@ def test_every_figure_has_its_floors_and_baselines(stored):
 def changed(stored, part, where, policy, **values):
     """The results with other values in the rows of a policy."""
     tables = dict(stored[part].tables)
-    rows = [r | values if policy in (r.get("policy"), r.get("second")) else r for r in tables[where]]
+    rows = [
+        r | values if policy in (r.get("policy"), r.get("second")) else r for r in tables[where]
+    ]
     tables[where] = Table(rows)
     return stored | {part: dataclasses.replace(stored[part], tables=tables)}
 
