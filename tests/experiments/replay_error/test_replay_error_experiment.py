@@ -291,6 +291,19 @@ def test_a_second_run_is_equal_to_the_digit(folder, tmp_path, capsys):
     assert compare.main([str(folder), str(tmp_path)]) == 1
 
 
+def test_each_part_has_an_engine_of_its_own(tmp_path, monkeypatch):
+    """So that no part depends on what the ones before have left in a cache."""
+    seen = []
+
+    def measure(own, sizes, say):
+        seen.append((own, own.logits([1, 2, 3]).shape))
+        return {"summary": Table([dict(policy="a", kl=0.0)])}
+
+    monkeypatch.setattr(run, "PARTS", {"law": measure, "prose": measure})
+    assert run.main(["--model", "tiny", "--out", str(tmp_path)]) == 0
+    assert len({id(own) for own, _ in seen}) == 2 and set(read_all(tmp_path)) == {"law", "prose"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_part_and_every_figure_of_it(tmp_path):
