@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = 0
     for name in [n for n in first if n in second]:
         mine, its = first[name].tables, second[name].tables
+        if set(mine) != set(its):
+            print(f"{name}: other tables: {', '.join(sorted(set(mine) ^ set(its)))} in one of the two")
+            found += 1
+            continue
         apart = [d for t in mine for d in differences(mine[t], its[t])]
         cells = sum(len(t) * len(t.columns) for t in mine.values())
         if not apart:

@@ -19,7 +19,7 @@ import torch
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.provenance import collect, of_engine
 
-from experiments.replay_error.config import FULL, QUICK, TINY
+from experiments.replay_error.config import FULL, QUICK, TINY, Sizes
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.parts import PARTS
 from experiments.serving.bench import processor
@@ -54,31 +54,37 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return p.parse_args(arguments)
 
 
+def part(eng: Engine, name: str, sizes: Sizes, o: argparse.Namespace) -> None:
+    """Measure a part and write its file, if it is not there."""
+    about = facts(eng, sizes.of(name))
+    path = o.out / f"{name}.json"
+    if not o.again and done(path, about):
+        print(f"{name}: there already (--again measures it anew)", flush=True)
+        return
+    if not o.again and path.exists():
+        raise SystemExit(
+            f"{path} has this part in other sizes, of other weights or another dtype: give "
+            "another --out, or --again to replace it"
+        )
+    start, cpu = time.perf_counter(), time.process_time()
+
+    def say(words: str) -> None:
+        print(f"  {time.perf_counter() - start:6.0f} s  {words}", flush=True)
+
+    print(f"{name}: {(PARTS[name].__doc__ or '').strip()}", flush=True)
+    tables = PARTS[name](eng, sizes, say)
+    Part(name, about, tables, time.process_time() - cpu).write(o.out)
+    print(f"  {time.perf_counter() - start:6.0f} s  written: {path.name}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     o = options(arguments)
     torch.set_num_threads(o.threads)
-    eng = {"nano": Engine.nano, "tiny": Engine.tiny}[o.model]()
+    make = {"nano": Engine.nano, "tiny": Engine.tiny}[o.model]
     sizes = TINY if o.model == "tiny" else QUICK if o.quick else FULL
     for name in o.only:
-        about = facts(eng, sizes.of(name))
-        path = o.out / f"{name}.json"
-        if not o.again and done(path, about):
-            print(f"{name}: there already (--again measures it anew)", flush=True)
-            continue
-        if not o.again and path.exists():
-            raise SystemExit(
-                f"{path} has this part in other sizes, of other weights or another dtype: give "
-                "another --out, or --again to replace it"
-            )
-        start, cpu = time.perf_counter(), time.process_time()
-
-        def say(words: str) -> None:
-            print(f"  {time.perf_counter() - start:6.0f} s  {words}", flush=True)
-
-        print(f"{name}: {(PARTS[name].__doc__ or '').strip()}", flush=True)
-        tables = PARTS[name](eng, sizes, say)
-        Part(name, about, tables, time.process_time() - cpu).write(o.out)
-        print(f"  {time.perf_counter() - start:6.0f} s  written: {path.name}", flush=True)
+        with make() as eng:  # its own: what a cache held before shows in the last digits of float32
+            part(eng, name, sizes, o)
     return 0
 
 

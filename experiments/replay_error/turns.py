@@ -11,7 +11,7 @@ end), without their state KV: no snapshot is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
+from experiments.replay_error.floors import engines, in_chunks
 from experiments.replay_error.passages import Passages
 
 
@@ -106,23 +107,29 @@ def turn_engine(eng: Engine, turns: Turns) -> Engine:
 @torch.no_grad()
 def turn_error(
     eng: Engine, texts: Passages, turns: Turns, policies: dict[str, tuple[object, bool]],
-    others: dict[str, Engine] | None = None,
+    names: Sequence[str] = (),
 ) -> ReplayReport:  # fmt: skip
     """The meters of `replay_error` for each turn. policies: by name, the policy and whether its turns are
-    chained; others: engines whose whole pass is a floor. Policies are named "NAME turn K" in the report."""
+    chained; names: floors, whose pass is over the whole conversation. Policies are named "NAME turn K" in the
+    report."""
     sets = [
-        Texts.of(eng, [x[: p + turns.reply] for x in texts.ids], p, turns.reply, texts.modules, "turns")
+        Texts.of(
+            eng, [x[: p + turns.reply] for x in texts.ids], p, turns.reply, texts.modules, "turns"
+        )
         for p in turns.prompts
     ]
     passages, tokens = [], []
     with turn_engine(eng, turns) as own:
         rt = own.runtime
-        around = {n: turn_engine(e, turns) for n, e in (others or {}).items()}
+        around = {n: turn_engine(e, turns) for n, e in engines(eng, names).items()}
         for i in range(len(texts)):
             ids = list(texts.ids[i][: turns.tokens - 1])
             first = turns.prompts[0]
             exact = Passage(rt, ids, first, set()).exact.logits
             laws = {n: iter(_cut(_whole(e, ids, first), turns)) for n, e in around.items()}
+            if "chunks" in names:
+                whole = in_chunks(own, ids, turns.prompts[-1])[first - 1 :]
+                laws["chunks"] = iter(_cut(whole, turns))
             for name, (policy, chain) in policies.items():
                 laws[name] = (chained if chain else fresh)(rt, ids, turns, policy)
             for name, each in laws.items():
@@ -135,7 +142,9 @@ def turn_error(
         for e in around.values():
             e.close()
     facts = of_engine(eng) | sets[-1].facts | dict(prompts=list(turns.prompts))
-    facts["policies"] = {n: f"{p!r}, {'chained' if c else 'fresh'}" for n, (p, c) in policies.items()}
+    facts["policies"] = {
+        n: f"{p!r}, {'chained' if c else 'fresh'}" for n, (p, c) in policies.items()
+    }
     return ReplayReport.of(passages, tokens, [], [], facts)
 
 

@@ -1,8 +1,6 @@
-"""The experiment on replay: what its parts measure is what they say, its files read back, and the numbers of
-its README are those of its results."""
+"""The experiment on replay: what its parts measure is what they say, and its files read back."""
 
-from pathlib import Path
-
+import deepinfer as di
 import pytest
 import torch
 from deepinfer.engine.engine import Engine
@@ -15,14 +13,14 @@ from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from experiments.replay_error import compare, findings, run
 from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
-from experiments.replay_error.config import FULL, TINY, depths, keep_policies
+from experiments.replay_error.config import TINY, depths, keep_policies
 from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.files import Part, read, read_all
 from experiments.replay_error.floors import floors
-from experiments.replay_error.passages import last, passages
-from experiments.replay_error.turns import Turns, chained, fresh, turn_engine
-
-HERE = Path(findings.HERE)
+from experiments.replay_error.passages import Passages, last, passages
+from experiments.replay_error.stairs import Stairs
+from experiments.replay_error.tables import pairs
+from experiments.replay_error.turns import Turns, chained, fresh, turn_engine, turn_error
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,9 @@ def eng():
 def test_baselines_begin_where_they_say(eng):
     c = eng.config
     asked = Prompt(64, 32)
-    none, given = (p.plan(asked, c).validate(asked, c.num_layers) for p in (NoReplay(), PageGivenUp(16)))
+    none, given = (
+        p.plan(asked, c).validate(asked, c.num_layers) for p in (NoReplay(), PageGivenUp(16))
+    )
     assert (none.start, none.write_from, set(none.floor)) == (32, 32, {32})
     assert (given.start, given.write_from, set(given.floor)) == (16, 16, {16})
     assert not none.exact and NoReplay().plan(Prompt(64), c).exact
@@ -64,12 +64,44 @@ def test_policies_by_depth_reach_the_exact_length_and_none_is_refused(eng):
     assert f"n{n} keep {Bounded().rows_kept(c)}" in found
 
 
+def test_stairs_run_as_many_rows_as_a_box_and_keep_the_laws(eng):
+    c, at = eng.config, 60
+    least = c.sliding_window + c.max_draft + 1
+    for keep in range(least, 40):
+        stairs, box = (p.plan(Prompt(at), c) for p in (Stairs(keep), Bounded(keep=keep)))
+        assert sum(stairs.rows_run(at)) == sum(box.rows_run(at)), keep
+        assert stairs.rows_run(at)[-1] == least and stairs.rows_run(at) == tuple(
+            sorted(stairs.rows_run(at), reverse=True)
+        )
+    assert (
+        Stairs(least).plan(Prompt(at), c).rows_from
+        == Bounded(keep=least).plan(Prompt(at), c).rows_from
+    )
+    with pytest.raises(ValueError, match=f"want a keep of {least}"):
+        Stairs(least - 1).plan(Prompt(at), c)
+    assert di.check(Stairs(160))  # it runs on the release's shape too
+
+
+def test_steep_stairs_are_exact(eng):
+    """With a step of window - 1 they are the cone of the exact rebuild; less, and they are not."""
+    c = eng.config
+    n, w = c.num_layers - c.first_decoder_layer, c.sliding_window
+    keep = w + c.max_draft + 1 + (n - 1) * (w - 1) // 2
+    texts = passages(eng, "heldout", 140, 1)
+    r = replay_error(
+        eng, texts.ids, {"cone": Stairs(keep), "less": Stairs(keep - w)}, 128, 12, drafter=False
+    )
+    assert r.estimate("cone", "kl", "max").value < 1e-12 < r.estimate("less", "kl", "max").value
+
+
 # -------------------------------------------------------------------------------------------- texts
 
 
 def test_passages_do_not_overlap_and_take_each_module_first(eng):
     found = passages(eng, "heldout", 60, 40)
-    assert {len(x) for x in found.ids} == {60} and {x[0] for x in found.ids} == {eng.config.bos_token_id}
+    assert {len(x) for x in found.ids} == {60} and {x[0] for x in found.ids} == {
+        eng.config.bos_token_id
+    }
     assert len({tuple(x) for x in found.ids}) == 40 and len(set(found.modules)) == 28
     assert len(set(found.modules[:28])) == 28
     short = last(found, 20, eng)
@@ -87,6 +119,42 @@ def test_floors_are_laws_of_the_engines_themselves(eng):
     p, q = (e.logits(texts.ids[0][:-1], 64)[63:].double().log_softmax(-1) for e in (eng, half))
     want = (p.exp() * (p - q)).sum(-1).mean()
     assert r.passages[1]["kl"] == pytest.approx(float(want), rel=1e-9)
+
+
+def test_policies_beside_floors_are_those_of_replay_error(eng):
+    texts = passages(eng, "heldout", 76, 2)
+    policies = {"a": Bounded(), "b": Halo()}
+    mine = floors(eng, texts, 64, 12, ("chunks",), policies)
+    its = replay_error(eng, texts.ids, policies, 64, 12, groups=texts.modules, drafter=False)
+    for k in ("keep", "depth", "kl", "kl_max", "perplexity_ratio"):
+        assert mine.summary()[k][:2] == its.summary()[k], k
+    assert mine.policies == ("a", "b", "chunks")
+
+
+def test_window_keys_of_floors_are_compared_where_a_replay_leaves_some(eng):
+    """Same bins and rows as the default's, and nothing between an engine and itself."""
+    c, texts = eng.config, passages(eng, "heldout", 76, 1)
+    r = floors(eng, texts, 64, 12, ("chunks", "top-k halved"))
+    its = replay_error(eng, texts.ids, {"a": Bounded()}, 64, 12, drafter=False)
+    same = ("layer", "lowest", "distance", "until", "rows", "norm2")
+    assert [[x[k] for k in same] for x in r.windows] == [[x[k] for k in same] for x in its.windows]
+    assert {x["policy"] for x in r.windows} == {"top-k halved"}
+    by = {x["layer"]: x["rel_l2"] for x in r.by_layer()}
+    assert by[c.num_layers - 1] > 0
+
+
+def test_pairs_are_over_the_same_texts():
+    rows = [
+        dict(text=i, group=str(i // 2), policy=p, kl=k * (i + 1))
+        for p, k in (("a", 1.0), ("b", 3.0))
+        for i in range(16)
+    ]
+    (pair,) = pairs(rows, [("a", "b")])
+    assert pair["ratio"] == pair["ratio_low"] == pair["ratio_high"] == 3
+    assert pair["difference"] == pytest.approx(17)
+    assert pair["difference_low"] < 17 < pair["difference_high"]
+    with pytest.raises(ValueError, match="other texts"):
+        pairs(rows[:-1], [("a", "b")])
 
 
 # -------------------------------------------------------------------------------------------- turns
@@ -111,7 +179,9 @@ def test_turns_of_exact_policies_are_exact(eng, ids):
         rt, free = own.runtime, own.runtime.pages.free
         assert [TURNS.hit(k, rt) for k in range(3)] == [0, 32, 64]
         for policy in (Exact(), Halo()):
-            for want, got in zip(exact_turns(rt, ids), chained(rt, ids, TURNS, policy), strict=True):
+            for want, got in zip(
+                exact_turns(rt, ids), chained(rt, ids, TURNS, policy), strict=True
+            ):
                 assert torch.allclose(want, got, atol=1e-9)
         assert rt.pages.free == free
 
@@ -126,6 +196,22 @@ def test_chained_turns_read_what_the_turns_before_left(eng, ids):
     apart = [float((a - b).abs().max()) for a, b in zip(*some)]
     assert max(apart[:2]) < 1e-9 < apart[2]
     assert all(float((a - b).abs().max()) > 1e-6 for a, b in zip(some[0], exact))
+
+
+def test_floors_of_turns_are_those_of_each_prompt(eng, ids):
+    texts, policies = Passages([ids], ["m"]), {"exact": (Exact(), True)}
+    r = turn_error(eng, texts, TURNS, policies, ("chunks", "fidelity 0"))
+    by = {row["policy"]: row["kl"] for row in r.passages}
+    assert len(by) == 9 and by["chunks turn 2"] < 1e-12
+    for k, prompt in enumerate(TURNS.prompts):
+        alone = floors(
+            eng,
+            Passages([ids[: prompt + TURNS.reply]], ["m"]),
+            prompt,
+            TURNS.reply,
+            ("fidelity 0",),
+        )
+        assert alone.passages[0]["kl"] == pytest.approx(by[f"fidelity 0 turn {k}"], rel=1e-6)
 
 
 @torch.no_grad()
@@ -154,7 +240,13 @@ def test_seconds_by_op_are_of_every_op(eng):
     text = passages(eng, "heldout", 65, 1).ids[0]
     t = where_it_goes(eng, text, {"compact": Bounded()}, [64], 1)
     both = {(r["side"], r["op"]) for r in t if r["seconds"] > 0}
-    assert {op for _, op in both} >= {"attention", "experts", "index masks", "projections and streams", "other"}
+    assert {op for _, op in both} >= {
+        "attention",
+        "experts",
+        "index masks",
+        "projections and streams",
+        "other",
+    }
     flops = {p: sum(r["flops"] for r in t.where(policy=p)) for p in ("exact", "compact")}
     r = replay_error(eng, [text], {"compact": Bounded()}, 64, 1, drafter=False)
     assert flops == {row["policy"]: row["flops"] for row in r.plans}
@@ -199,11 +291,26 @@ def test_a_second_run_is_equal_to_the_digit(folder, tmp_path, capsys):
     assert compare.main([str(folder), str(tmp_path)]) == 1
 
 
+def test_each_part_has_an_engine_of_its_own(tmp_path, monkeypatch):
+    """So that no part depends on what the ones before have left in a cache."""
+    seen = []
+
+    def measure(own, sizes, say):
+        seen.append((own, own.logits([1, 2, 3]).shape))
+        return {"summary": Table([dict(policy="a", kl=0.0)])}
+
+    monkeypatch.setattr(run, "PARTS", {"law": measure, "prose": measure})
+    assert run.main(["--model", "tiny", "--out", str(tmp_path)]) == 0
+    assert len({id(own) for own, _ in seen}) == 2 and set(read_all(tmp_path)) == {"law", "prose"}
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_part_and_every_figure_of_it(tmp_path):
     import matplotlib
 
     matplotlib.use("Agg")
+    from experiments.replay_error import cost_figures as costs
     from experiments.replay_error import figures
 
     assert run.main(["--model", "tiny", "--out", str(tmp_path)]) == 0
@@ -211,8 +318,7 @@ def test_every_part_and_every_figure_of_it(tmp_path):
     assert set(parts) == set(run.PARTS)
     for draw in (
         figures.keep, figures.depth, figures.windows, figures.lengths, figures.turns, figures.sides,
-        figures.domains, figures.drafts, figures.divergence, figures.error_and_cost, figures.seconds,
-        figures.where,
+        figures.domains, costs.drafts, costs.divergence, costs.error_and_cost, costs.seconds, costs.where,
     ):  # fmt: skip
         assert draw(parts), draw.__name__
     for name, block in findings.BLOCKS.items():
@@ -226,42 +332,6 @@ def test_files_of_others_are_refused(tmp_path):
         read_all(tmp_path)
     with pytest.raises(ValueError, match="no results"):
         read_all(tmp_path / "none")
-
-
-# ------------------------------------------------------------------------------------ what is stored
-
-
-@pytest.fixture(scope="module")
-def stored():
-    return read_all(HERE / "results")
-
-
-def test_readme_says_what_the_results_say(stored):
-    text = (HERE / "README.md").read_text("utf-8")
-    assert text.count("<!-- begin ") >= 10
-    assert findings.filled(text, stored) == text
-    wrong = text.replace("0.00", "0.01", 1)
-    assert findings.filled(wrong, stored) != wrong
-
-
-def test_results_are_of_one_full_run(stored):
-    assert set(stored) == set(run.PARTS)
-    for part in stored.values():
-        sizes = part.facts["sizes"]
-        assert all(sizes[k] == v for k, v in FULL.of(part.name).items()), part.name
-        assert part.facts["weights"] == stored["keep"].facts["weights"]
-        assert (HERE / "results" / f"{part.name}.json").stat().st_size < 1_000_000
-    texts = stored["keep"].tables["passages"]
-    assert len(set(texts["text"])) >= 64 and len(set(texts["group"])) >= 24
-
-
-def test_tables_of_the_keep_part_agree(stored):
-    """The mean of a summary is that of its passages, which all have as many tokens; its interval holds it."""
-    keep = stored["keep"].tables
-    for row in keep["summary"]:
-        found = [r["kl"] for r in keep["passages"] if r["policy"] == row["policy"]]
-        assert sum(found) / len(found) == pytest.approx(row["kl"], rel=1e-9, abs=1e-15)
-        assert row["kl_low"] <= row["kl"] <= row["kl_high"] and row["kl_median"] <= row["kl_max"]
 
 
 def test_sizes_cover_the_policies(eng):
