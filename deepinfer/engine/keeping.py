@@ -6,7 +6,7 @@ request leaves them only where somebody is likely to begin:
     branch    where the pages that others have left of its tokens end, and back to the `bound` of
               that length. What two prompts share, a third is likely to share too: it then begins
               right there or, with few tokens of its own, at its own bound
-    repeat    the last page end that the same prompt can use: `bound(prompt)`
+    repeat    the last page end that the same prompt can use: `bound(prompt)`, or below its cut
     tail      from `bound(length)` to the last page end that it has reached: for the next turn, and
               for the request itself once it has given way. They move along: one that falls behind
               is dropped, unless another request has it as its tail too, began there or keeps it
@@ -37,12 +37,17 @@ def tail_ends(reserve: int, page_size: int) -> int:
 
 class Keeping:
     """reserve: tokens at the end of a sequence that no hit covers; share: snapshots of one request
-    that fit the budget when as many run as can. Lengths and positions in tokens."""
+    that fit the budget when as many run as can; kept: rows at the end of a prompt above a replay
+    policy's cut (0: it cuts nothing), which no hit saves either. Lengths and positions in tokens."""
 
     def __init__(
-        self, store: SnapshotStore[Snapshot], page_size: int, reserve: int, share: int
+        self, store: SnapshotStore[Snapshot], page_size: int, reserve: int, share: int, kept: int = 0
     ) -> None:
-        self.store, self.page_size, self.reserve = store, page_size, reserve
+        self.store, self.page_size = store, page_size
+        # A cut just above the reserve moves a bound by a page end; one far above it, by too many.
+        self.reserve = kept if reserve < kept <= reserve + page_size else reserve
+        self.kept = max(kept, self.reserve)
+        reserve = self.reserve
         self.most_spare = max(share - tail_ends(reserve, page_size) - 2, 0)
         self.spare: dict[bytes, None] = {}  # oldest first; some may be gone
         self.tails: dict[bytes, set[int]] = {}  # ids of the requests that have it as their tail
@@ -52,6 +57,16 @@ class Keeping:
     def bound(self, length: int) -> int:
         """The last page end at which a sequence of so many tokens may begin."""
         return max(length - self.reserve, 0) // self.page_size * self.page_size
+
+    def below_cut(self, length: int) -> int:
+        """The last page end at which a prompt of so many tokens may begin where it is cut."""
+        return max(length - self.kept, 0) // self.page_size * self.page_size
+
+    def repeat(self, request: Request) -> int:
+        """The last page end that the same prompt can use."""
+        if cut := request.prefix.cut:
+            return cut // self.page_size * self.page_size
+        return self.bound(len(request.prompt))
 
     def stride(self, length: int) -> int:
         """Tokens from one spare page end of a prefill to the next; 0 where none fits."""
@@ -64,9 +79,9 @@ class Keeping:
         """What a snapshot at this page end is to the request: 'branch', 'repeat', 'tail', 'spare',
         or None, which is none."""
         mine = request.prefix
-        if self.bound(mine.branch) <= at <= mine.branch:
+        if self.bound(mine.branch) <= at <= mine.branch or at == self.below_cut(mine.branch):
             return "branch"
-        if at == self.bound(len(request.prompt)):
+        if at == self.repeat(request):
             return "repeat"
         if at >= self.bound(request.known):
             return "tail"
@@ -135,7 +150,7 @@ class Keeping:
                 else:
                     self.store.evict(key)
         branch = range(self.bound(mine.branch), mine.branch + 1, self.page_size)
-        for at in (*branch, self.bound(len(request.prompt))):  # used after the tail
+        for at in (*branch, self.below_cut(mine.branch), self.repeat(request)):  # after the tail
             if 0 < at <= len(keys) * self.page_size:
                 self.store.get(keys[at // self.page_size - 1])
 

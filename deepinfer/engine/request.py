@@ -35,7 +35,8 @@ class Prefix:
     """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
     full pages; adopted, known: pages that it took over, that it and the cache have registered;
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
-    window_from: of each layer the lowest position with window rows; cached_tokens: tokens that it
+    window_from: of each layer the lowest position with window rows; cut, uncut: lowest position of
+    its prompt's cut (0: none), how many of the first layers are not cut; cached_tokens: tokens that it
     did not compute when it began first, None before; generation: of the cache when it began. branch,
     goal, stride, tail: where it leaves snapshots (see `keeping`): the end of the pages that others
     had, of its prefill, what lies between spare ones, its tail."""
@@ -48,6 +49,8 @@ class Prefix:
     exact: bool = True
     edited: bool = False
     window_from: tuple[int, ...] = ()
+    cut: int = 0
+    uncut: int = 0
     cached_tokens: int | None = None
     generation: int = 0
     branch: int = 0

@@ -31,6 +31,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 class Start:
     """How a waiting request would begin. pages: those it takes over; plan: its rows; snapshot: the
     window rows at plan.start, None where none are needed; exact: all that it takes over is; found:
-    tokens in pages that were found and below the cut, with a snapshot for them or not."""
+    tokens in pages that were found, with a snapshot for them or not."""
 
     pages: tuple[int, ...]
     plan: ReplayPlan
@@ -104,11 +105,13 @@ class Reuse:
         self.pages = PageStore(rt.pages)
         self.snapshots: SnapshotStore[Snapshot] = SnapshotStore(snapshot_budget)
         self.prefix = PrefixCache(self.page_size, self.pages, self.snapshots, model=model)
-        kept, layers = self.cut()
-        most = snapshot_budget // max(snapshot_bytes(rt.cache, layers), 1)
+        longest = rt.limits.model_len - 1
+        self.cut, self.uncut = cut_of(rt.replay_plan(Prompt(longest)))
+        most = snapshot_budget // max(snapshot_bytes(rt.cache, self.uncut), 1)
         self.keeping = Keeping(
-            self.snapshots, self.page_size, max(self.reserve, kept), most // rt.limits.seqs
-        )
+            self.snapshots, self.page_size, self.reserve, most // rt.limits.seqs,
+            longest - self.cut if self.cut else 0,
+        )  # fmt: skip
         self.traces: list[Trace] = []
         self.hits = 0
         self.hit_tokens = 0
@@ -175,9 +178,7 @@ class Reuse:
             found = self.snapshots.get(key)  # counts as a use
             assert found is not None
             exact, snapshot = exact and found.exact, found.first(need)
-        cut = max(plan.floor)  # above it a hit saves nothing: the cut layers' windows are needed
-        usable = min(hit.length, cut) if cut > plan.start else hit.length
-        return Start(hit.pages[:pages], plan, snapshot, exact, usable)
+        return Start(hit.pages[:pages], plan, snapshot, exact, hit.length)
 
     def plan(self, request: Request, hit: Hit) -> ReplayPlan:
         """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing
@@ -196,14 +197,6 @@ class Reuse:
         whole = max((at for at, have in states if have == layers), default=0)
         return self.rt.replay_plan(Prompt(prompt, inside, whole, wants, states))
 
-    def cut(self) -> tuple[int, int]:
-        """(prompt rows above the policy's cut, layers whose windows a cut prompt leaves), by the
-        plan of a prompt as long as any; (0, all) where nothing is cut."""
-        length = self.rt.limits.model_len - 1
-        plan, layers = self.rt.replay_plan(Prompt(length)), self.rt.config.num_layers
-        own = sum(f == min(plan.floor) for f in plan.floor)
-        return (length - max(plan.floor), own) if own < layers and not plan.exact else (0, layers)
-
     def begin(self, request: Request, start: Start) -> None:
         """The request has its pages and slot: it goes on behind what it took over."""
         mine, at = request.prefix, start.plan.start
@@ -220,9 +213,15 @@ class Reuse:
         mine.window_from = tuple(
             max(low if i < layers else at, lowest) for i, lowest in enumerate(start.plan.kv_from)
         )
+        cold = self.rt.replay_plan(
+            Prompt(len(request.prompt), wants_all_logits=request.wants_prompt_logprobs)
+        )
+        mine.cut, mine.uncut = cut_of(cold)
         keys = self.keys(request, request.length)
         self.keeping.begin(request, keys, at if layers else 0, self.shared(keys))
-        self.lost_tokens += max(start.found - at, 0)
+        # Above its cut a hit saves nothing: the windows of the layers that are cut are needed.
+        usable = mine.cut // self.page_size * self.page_size if mine.cut else start.found
+        self.lost_tokens += max(min(start.found, usable) - at, 0)
         self.hits += bool(start.pages)  # also where a replay begins at 0, below all that it adopts
         self.hit_tokens += at
         if mine.cached_tokens is None:
@@ -253,17 +252,15 @@ class Reuse:
         return not self.edited and not request.prefix.edited and self.current(request)
 
     def layers(self, request: Request, at: int) -> int:
-        """Of how many of the first layers a snapshot at a page end is worth keeping; 0 where the
-        encoder is not whole. Of a prompt that was cut, the rows of the layers behind the cut are
-        nobody else's: whose prompt ends elsewhere is cut elsewhere."""
-        plan, low = request.plan, at - rows_at(self.rt.cache, at)
-        own = request.prefix.exact or at >= len(request.prompt)
-        count = self.rt.config.num_layers
-        for i, lowest in enumerate(request.prefix.window_from):
-            if lowest > low or not (own or plan.floor[i] == min(plan.floor)):
-                count = i
-                break
-        return count if count >= self.rt.config.first_decoder_layer else 0
+        """Of how many of the first layers a snapshot at a page end is worth keeping; 0 where those
+        before the cut are not whole. Of a prompt that was cut, the rows of the layers behind the
+        cut are nobody else's: whose prompt ends elsewhere is cut elsewhere."""
+        mine, low = request.prefix, at - rows_at(self.rt.cache, at)
+        whole = takewhile(lambda lowest: lowest <= low, mine.window_from)
+        count = sum(1 for _ in whole)
+        if not mine.exact and at < len(request.prompt):
+            count = min(count, mine.uncut)
+        return count if count >= min(self.uncut, self.rt.config.first_decoder_layer) else 0
 
     def ends(self, share: Share) -> dict[int, int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet, and of how
@@ -367,6 +364,13 @@ class Reuse:
         """After an interrupt anywhere: keys and pages, and the bytes of snapshots, agree again."""
         self.pages.recover()
         self.snapshots.recover()
+
+
+def cut_of(cold: ReplayPlan) -> tuple[int, int]:
+    """(lowest position of a cut, how many of the first layers are not cut) by the plan of a prompt
+    of which nothing is at hand; (0, all) where nothing is cut."""
+    floors = [f for f in cold.floor if f]
+    return min(floors, default=0), next((i for i, f in enumerate(cold.floor) if f), len(cold.floor))
 
 
 def snapshot_bytes(cache, layers: int | None = None) -> int:

@@ -194,15 +194,18 @@ class Runtime:
                 f"replay {self.replay!r} promises to be exact and made a plan that is not "
                 f"({plan.why}): set exact = False in its class"
             )
-        return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
+        try:
+            return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
+        except ValueError as error:
+            raise ValueError(f"replay {self.replay!r}, {prompt}: {error}") from None
 
     def _warn_of_no_reuse(self) -> None:
         """A policy that cuts prompts and begins at nothing that they leave."""
         length, page = self.limits.model_len - 1, self.limits.page_size
-        kept, layers = self.reuse.cut()
-        hit = min(length // 2, length - kept) // page * page
-        behind = Prompt(length, hit, 0, states=((hit, layers),) if hit else ())
-        if kept and hit and not self.replay_plan(behind).write_from:
+        cut, layers = self.reuse.cut, self.reuse.uncut
+        hit = min(length // 2, cut) // page * page
+        behind = Prompt(length, hit, 0, states=((hit, layers),) if hit and layers else ())
+        if cut and hit and not self.replay_plan(behind).write_from:
             warnings.warn(
                 f"prefix_cache=True with replay {self.replay!r}: a prompt that is cut leaves the "
                 f"window rows of its first {layers} layers only, and this policy begins neither "

@@ -509,9 +509,10 @@ class ReplayPlan:
             (0 <= self.start < max(prompt.length, 1), f"start {self.start} is outside 0..{prompt.length - 1}"),
             (self.start <= prompt.hit,
              f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them"),
-            (not (n := self.layers_below) or self.start <= max(prompt.state_at, prompt.state_for(n, self.start)),
-             f"floor {min(self.floor, default=0)} is below start {self.start}, and state KV is at hand up to "
-             f"{prompt.state_for(self.layers_below)} only: a row would see window keys that were never written"),
+            (not (n := self.layers_below)  # the last row always runs, also where its state KV is at hand
+             or self.start in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
+             f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of {n} layers is at "
+             f"hand at {prompt.state_for(n)}: a row would see window keys that were never written"),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (self.write_from <= prompt.hit or self.write_from == self.start,
              f"write_from {self.write_from} is past the hit {prompt.hit}"),

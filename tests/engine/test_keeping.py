@@ -59,7 +59,7 @@ def bound(length: int) -> int:
 @settings(max_examples=3, deadline=None)
 @given(
     shared=st.integers(9, 80),
-    lengths=st.lists(st.integers(1, 60), min_size=3, max_size=5),
+    lengths=st.lists(st.integers(1, 60), min_size=3, max_size=4),
     rows=st.integers(6, 90),
     spare=st.integers(0, 12),
 )

@@ -496,3 +496,90 @@ def test_windows_that_another_cut_has_left_are_not_begun_at(whose):
         (out,) = eng.step() or (None,)
     same = out.logprobs == pytest.approx(want.logprobs, abs=1e-9)
     assert same == (whose != "own") and (request.plan.start > 30) == (whose == "own")
+
+
+@pytest.mark.parametrize(
+    "layout, policy, prompts",
+    [
+        ("all 1", Bounded(30), (34, 30)),  # the second is not cut, and every layer of the first is
+        ("all 1", Bounded(30, "mask"), (60, 30)),
+        ("windows only", Bounded(30, layer=0), (34, 30)),
+        ("all 2", Bounded(22, layer=3), (60, 60)),  # cut where another model's decoder begins
+        ("windows only", Bounded(22, layer=2), (60, 60)),
+    ],
+    ids=str,
+)
+def test_wherever_a_model_is_cut_a_hit_changes_no_number(layout, policy, prompts):
+    base = small_engine(layout, vocab=97, replay=policy, max_model_len=128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # cut at layer 0 nothing is left: it says so
+        eng = base.with_(prefix_cache=True, page_size=4, num_snapshots=40)
+        for n in prompts:
+            out, _ = greedy(eng, TOKENS[:n], 6)
+    want, _ = greedy(base, TOKENS[: prompts[-1]], 6)
+    assert out.token_ids == want.token_ids
+    assert out.logprobs == pytest.approx(want.logprobs, abs=1e-9)
+    assert bool(out.cached_tokens) == (policy.cut_layer(eng.config) > 0)
+
+
+@pytest.mark.parametrize("n", [60, 61, 62, 63, 64])
+@pytest.mark.parametrize("policy", [Bounded(KEEP), Bounded(30), Halo()], ids=repr)
+def test_what_lies_above_a_cut_is_no_lost_hit(policy, n):
+    eng = cached(policy, num_snapshots=40)
+    greedy(eng, TOKENS[:n], 4)
+    out, _ = greedy(eng, TOKENS[:n], 4)
+    assert out.cached_tokens > 0 and eng.cache.lost_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "policy", [Exact(), Bounded(KEEP), Bounded(60), Bounded(80), Halo()], ids=repr
+)
+def test_a_prompt_that_comes_again_behind_a_long_answer_begins_where_it_can(policy):
+    """With the default number of snapshots; the longer keeps do not cut this prompt."""
+    eng = cached(policy, num_snapshots=None, max_num_seqs=1)
+    greedy(eng, TOKENS[:50], 70)
+    out, _ = greedy(eng, TOKENS[:50], 4)
+    floors = [f for f in policy.plan(Prompt(50), eng.config).floor if f]
+    at = min(floors) if floors else 50 - 14  # its window and backtracking
+    assert out.cached_tokens == at // 4 * 4 > 0
+
+
+def test_a_recompute_leaves_windows_of_its_own_cut():
+    """Its rows behind the prompt are prefill rows now: what they leave names the prompt's cut, and
+    the next recompute begins there."""
+    eng = cached(Bounded(KEEP), num_snapshots=40)
+    number = eng.add(TOKENS[:30], max_tokens=60, temperature=0.0, ignore_eos=True)
+    request, store = eng.requests[number], eng.runtime.reuse.snapshots
+    while len(request.output) < 40:
+        eng.step()
+    for key in [*store._held]:
+        store.evict(key)
+    starts = []
+    for _ in range(2):
+        eng.runtime.scheduler.preempt(request)
+        while request.state != "running" or request.computed < request.known - 1:
+            eng.step()
+        starts.append(request.plan.start)
+        behind = [s for s in store._held.values() if s.position >= 30]
+        assert behind and {s.floor for s in behind} == {30 - KEEP}
+    assert starts[0] < 30 < starts[1]
+    eng.abort(number)
+
+
+def test_a_snapshot_of_all_layers_takes_the_place_of_one_of_the_first():
+    """A long prompt leaves the first layers at page ends that a short one reaches as its output."""
+    cold = cached(Bounded(KEEP), prefix_cache=False, num_snapshots=None)
+    how = dict(max_tokens=50, temperature=0.0, ignore_eos=True)
+    (want,) = cold.generate(TOKENS[:30], **how)
+    eng = cached(Bounded(KEEP), num_snapshots=40)
+    greedy(eng, [*TOKENS[:30], *want.token_ids[:40]], 1)
+    store, layers = eng.runtime.reuse.snapshots, eng.config.num_layers
+    keys = eng.runtime.reuse.prefix.keys([*TOKENS[:30], *want.token_ids[:40]])
+    before = {i for i, k in enumerate(keys) if k in store and store.peek(k).layers < layers}
+    number = eng.add(TOKENS[:30], **how)
+    request = eng.requests[number]
+    while len(request.output) < 44:
+        eng.step()
+    tail = {i for i in before if 4 * (i + 1) in request.prefix.tail}
+    assert tail and all(store.peek(keys[i]).layers == layers for i in tail)
+    eng.abort(number)

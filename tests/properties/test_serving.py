@@ -95,7 +95,7 @@ def sixty_four(layout: str, seed: int = 0, first: int = 0, **changes):
             aborted += 1
         check(eng)
     assert settled + aborted == 64 and aborted and not added
-    assert eng.stats.preemptions >= 5
+    assert eng.stats.preemptions >= (1 if eng.settings.prefix_cache else 5)  # hits leave room
     check_empty(eng)
     return eng
 

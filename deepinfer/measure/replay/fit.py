@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepinfer.measure.bootstrap import FEWEST
@@ -139,7 +140,7 @@ def keeps_of(
         return default_keeps(make, config, most)
     if isinstance(candidates, (str, bytes)) or not isinstance(candidates, Iterable):
         raise ValueError(f"{who}: candidates={candidates!r}: want a list of keeps, in tokens")
-    keeps = list(candidates)
+    keeps = [int(k) if isinstance(k, Integral) and k is not True else k for k in candidates]
     for keep in keeps:
         if type(keep) is not int or keep < 1:
             raise ValueError(f"{who}: candidates: {keep!r}: want keeps, whole numbers of tokens")
@@ -171,13 +172,13 @@ def default_keeps(make: Callable[[int], Bounded], config: ModelConfig, most: int
 def check_asked(tolerance: float, q: float, metric: str, who: str) -> None:
     if metric not in METRICS:
         raise ValueError(f"{who}: metric={metric!r}: {' or '.join(map(repr, METRICS))}")
-    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
     if not number or not 0 < tolerance < math.inf:
         raise ValueError(
             f"{who}: tolerance={tolerance!r}: want nats, more than 0; what errs nothing is "
             "replay='exact' or di.replay.Halo()"
         )
-    if not isinstance(q, float) or not 0 < q < 1:
+    if not isinstance(q, Real) or not 0 < q < 1:
         raise ValueError(
             f"{who}: quantile={q!r}: want a share of the tokens, between 0 and 1; no sample shows "
             "that all tokens of all texts keep to a tolerance"

@@ -209,8 +209,7 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
     closes, at a KV source. Below start nothing runs: what is seen there has to be state KV.
     """
     w, length = config.sliding_window, prompt.length
-    rolled = max(prompt.state_at - config.max_draft, 0)  # rings hold so much more than the window
-    whole = rolled <= plan.start <= prompt.state_at
+    whole = plan.start == min(prompt.state_at, prompt.length - 1)
     out = 0 if prompt.wants_all_logits else length - 1  # rows whose logits are needed
     at_hand = 0  # windows below it are
     for layer in reversed(range(config.num_layers)):

@@ -44,7 +44,7 @@ class Bounded:
     sides: 'decoder' (every prompt is cut), 'encoder' (a hit without state KV is replayed), 'both'.
     With a prefix cache a prompt that was cut leaves the state KV of the layers before the cut.
     Where it is at hand at or below its own cut, another prompt begins there: its numbers are the
-    same as without a hit. 'encoder' and 'both' also use a hit that has none.
+    same as without a hit (with 'decoder'). 'encoder' and 'both' also use a hit that has none.
     layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
     studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
     exact and the cut is felt one layer later, as in vLLM; False, as in DeepInfer, cuts them too.
