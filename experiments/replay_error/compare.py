@@ -32,14 +32,16 @@ def differences(a: Table, b: Table) -> list[tuple[float, str]]:
     return out
 
 
-def outside(a: Table, b: Table) -> int:
-    """Means of kl of b that lie outside a's intervals, by more than float32's noise."""
+def outside(a: Table, b: Table) -> tuple[int, list[str]]:
+    """(how many means of kl a gives with an interval, those of b that lie outside by more than
+    float32's noise)."""
     if "kl_low" not in a.columns:
-        return 0
-    return sum(
-        x["kl_low"] is not None and not x["kl_low"] - 1e-6 <= y["kl"] <= x["kl_high"] + 1e-6
-        for x, y in zip(a, b)
-    )
+        return 0, []
+    both = [(x, y) for x, y in zip(a, b) if x["kl_low"] is not None]
+    return len(both), [
+        f"{x['policy']}: {y['kl']:.3g}, not in [{x['kl_low']:.3g}, {x['kl_high']:.3g}]"
+        for x, y in both if not x["kl_low"] - 1e-6 <= y["kl"] <= x["kl_high"] + 1e-6
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         found += 1
         far, where = max(apart)
-        out = sum(outside(mine[t], its[t]) for t in mine)
+        counts, out = zip(*(outside(mine[t], its[t]) for t in mine))
         print(f"{name}: {len(apart)} of {cells} cells differ, most by {far:.3g} ({where})")
-        print(f"  {out} means of KL outside the first run's intervals")
+        print(f"  {sum(map(len, out))} of {sum(counts)} means of KL outside the first run's intervals")
+        for words in (w for some in out for w in some):
+            print(f"    {words}")
     return int(found > 0)
 
 
