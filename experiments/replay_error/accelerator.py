@@ -67,10 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True, help="folder of the result")
     p.add_argument("--device", default="cuda", help="cuda, or cpu to try the command")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
+    p.add_argument("--repeats", type=int, default=REPEATS, help="runs of each, the median counts")
     o = p.parse_args(arguments)
     if o.device == "cuda" and not torch.cuda.is_available():
         p.error("torch sees no accelerator here: run it where there is one, or try --device cpu")
-    print(f"written: {measured(o.device, o.lengths).write(o.out)}")
+    print(f"written: {measured(o.device, o.lengths, o.repeats).write(o.out)}")
     return 0
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from experiments.replay_error import accelerator
 from experiments.replay_error import readme_tables as t
 from experiments.replay_error.files import read_all
 from experiments.replay_error.readme_tables import Parts
@@ -22,7 +23,7 @@ BLOCKS: dict[str, Callable[[Parts], str]] = {
     "facts": t.facts, "found": found, "keep": t.keep, "differences": t.differences, "depth": t.depth, "law": t.law,
     "lengths": t.lengths, "lengths_pairs": t.lengths_pairs, "turns": t.turns, "turns_pairs": t.turns_pairs,
     "sides": t.sides, "prose": t.prose, "drafts": t.drafts, "divergence": t.divergence, "seconds": t.seconds,
-    "where": t.where,
+    "where": t.where, "accelerator": lambda _: accelerator.block(),
 }  # fmt: skip
 
 

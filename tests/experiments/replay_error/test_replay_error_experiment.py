@@ -11,7 +11,7 @@ from deepinfer.measure.table import Table
 from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
-from experiments.replay_error import compare, findings, run
+from experiments.replay_error import accelerator, compare, findings, run
 from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
 from experiments.replay_error.config import TINY, depths, keep_policies
 from experiments.replay_error.cost import where_it_goes
@@ -324,6 +324,31 @@ def test_every_part_and_every_figure_of_it(tmp_path):
     for name, block in findings.BLOCKS.items():
         if name != "found":  # it speaks of nano's keeps
             assert block(parts), name
+
+
+def test_seconds_on_an_accelerator_are_a_command_of_their_own(tmp_path, capsys, monkeypatch):
+    shape = ["--device", "cpu", "--lengths", "24", "80", "--repeats", "1", "--out", str(tmp_path)]
+    assert accelerator.main(shape) == 0
+    rows = read_all(tmp_path)["accelerator"].tables["seconds"].rows
+    found = {(r["length"], r["dtype"], r["policy"]) for r in rows}
+    assert len(rows) == len(found) == 2 * len(accelerator.DTYPES) * (1 + len(accelerator.POLICIES))
+    assert all(r["seconds"] >= r["fastest"] > 0 for r in rows)
+    cut = {r["length"]: r["predicted_rows"] for r in rows if r["policy"] == "compact"}
+    assert cut[24] == 1 < cut[80]
+    assert "| 80 | bfloat16 | `compact` |" in accelerator.block(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        accelerator.main(["--out", str(tmp_path)])
+    assert "no accelerator here" in capsys.readouterr().err
+
+
+def test_compare_names_the_means_outside(tmp_path):
+    def table(kl):
+        return Table([dict(policy="a", kl=kl, kl_low=1.0, kl_high=2.0), dict(policy="b", kl=1.5, kl_low=None, kl_high=None)])
+
+    assert compare.outside(table(1.5), table(1.9)) == (1, [])
+    count, (words,) = compare.outside(table(1.5), table(2.5))
+    assert count == 1 and words == "a: 2.5, not in [1, 2]"
 
 
 def test_files_of_others_are_refused(tmp_path):
