@@ -123,6 +123,10 @@ def share(x: float | None) -> str:
     return "" if x is None else f"{100 * x:.1f} %"
 
 
+def _hit(r: ReplayReport) -> str:
+    return f" with a hit of {r.facts['hit']}" if r.facts.get("hit") else " without a hit"
+
+
 def _notes(r: ReplayReport) -> list[str]:
     n = r.facts["groups"]
     said = "KL(first || other) of the tokens behind the prompt"
@@ -131,6 +135,10 @@ def _notes(r: ReplayReport) -> list[str]:
             "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the "
             "prompt's prefill, share of exact"
         )
+    whole = [p["policy"] for p in _rows(r.plans) if not p["cut_layers"] and p["policy"] != "exact"]
+    if whole:
+        at = f"a prompt of {r.facts['prompt']} tokens" + _hit(r)
+        said += f". Nothing is cut or replayed at {at} by {', '.join(whole)}"
     if n < FEWEST:
         return [said, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
     return [said, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
@@ -202,7 +210,7 @@ def _floors(ax: Axes, floors: ReplayReport | None, meter: str, of: str) -> bool:
 
 
 def plot_layers(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
-    ax = _lines(_rows(r.by_layer()), "layer", ax, policies)
+    ax = _lines(_rows(r.by_layer()), "layer", ax, known(r, policies))
     ax.set_xlabel("decoder layer")
     ax.set_xticks(sorted({row["layer"] for row in _rows(r.by_layer())}))
     return ax
@@ -213,9 +221,20 @@ def plot_distance(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | No
         row | dict(middle=(row["distance"] + row["until"] - 1) / 2)
         for row in _rows(r.by_distance())
     ]
-    ax = _lines(rows, "middle", ax, policies)
+    ax = _lines(rows, "middle", ax, known(r, policies))
     ax.set_xlabel("distance from the cut, tokens (position - lo)")
     return ax
+
+
+def known(r: ReplayReport, policies: Iterable[str] | None, *more: str) -> list[str] | None:
+    """The policies asked for. KeyError for one that was not measured."""
+    if policies is None:
+        return None
+    asked = [policies] if isinstance(policies, str) else list(policies)
+    for name in asked:
+        if name not in (*r.policies, *more):
+            raise KeyError(f"no policy {name!r} was measured: {', '.join(r.policies)} were")
+    return asked
 
 
 def _lines(
@@ -249,7 +268,8 @@ def _lines(
 def plot_cost(r: ReplayReport, ax: Axes | None, policies: Iterable[str] | None) -> Axes:
     """Bars of FLOPs by op, the largest ops of exact first; what rows x layers say as a mark."""
     ax, plans = plots.axes(ax), {row["policy"]: row for row in _rows(r.plans)}
-    shown = ["exact", *(n for n in (r.policies if policies is None else policies) if n in plans)]
+    asked = known(r, policies, "exact")
+    shown = ["exact", *(n for n in (r.policies if asked is None else asked) if n in plans)]
     shown = list(dict.fromkeys(shown))
     whole: dict[str, Any] = plans["exact"]
     order = sorted(OPS, key=lambda op: -whole[f"flops_{op}"])[: len(PALETTE) - 1]

@@ -13,9 +13,17 @@ from pathlib import Path
 
 from deepinfer.measure.table import Table
 
-from experiments.replay_error.files import read_all
+from experiments.replay_error.files import Part, read_all
 
 TIMES = ("seconds", "fastest", "speedup")  # columns that no two runs share
+
+
+def sizes(a: Part, b: Part) -> str:
+    """What two parts were measured of, where they differ."""
+    x, y = (p.facts.get("sizes", {}) for p in (a, b))
+    return ", ".join(
+        f"{k} {x.get(k)} and {y.get(k)}" for k in dict.fromkeys((*x, *y)) if x.get(k) != y.get(k)
+    )
 
 
 def differences(a: Table, b: Table) -> list[tuple[float, str]]:
@@ -47,10 +55,23 @@ def outside(a: Table, b: Table) -> tuple[int, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where all is the same to the digit."""
     p = argparse.ArgumentParser(prog="python -m experiments.replay_error.compare", description=__doc__)
-    p.add_argument("folders", type=Path, nargs=2, help="results of two runs")
-    first, second = (read_all(f) for f in p.parse_args(arguments).folders)
+    p.add_argument("first", type=Path, help="results of a run")
+    p.add_argument("second", type=Path, help="those of another")
+    o = p.parse_args(arguments)
+    try:
+        first, second = read_all(o.first), read_all(o.second)
+    except ValueError as error:
+        p.error(str(error))
     found = 0
-    for name in [n for n in first if n in second]:
+    for name in sorted({*first, *second}):
+        if name not in first or name not in second:
+            print(f"{name}: only in {o.first if name in first else o.second}")
+            found += 1
+            continue
+        if other := sizes(first[name], second[name]):
+            print(f"{name}: of other sizes, not compared: {other}")
+            found += 1
+            continue
         mine, its = first[name].tables, second[name].tables
         if set(mine) != set(its):
             print(f"{name}: other tables: {', '.join(sorted(set(mine) ^ set(its)))} in one of the two")

@@ -546,3 +546,18 @@ def test_bad_plans_and_bad_numbers_are_named(eng):
     one = {"short": lambda ids, prompt: torch.full((len(ids), eng.config.vocab_size), torch.nan)}
     with pytest.raises(ArithmeticError, match=f"'short', text 0, position {PROMPT - 1}"):
         di.measure.logits_error(eng, one, TEXTS, PROMPT, MORE)
+
+
+def test_a_report_says_where_nothing_was_cut():
+    """A prompt within keep, an encoder side without a hit: no error, for want of anything to err."""
+    nano = di.Engine.nano()
+    texts = [nano.encode(text) for text in di.data.heldout(count=2)]
+    policies = {"cut": Bounded(), "short": Bounded(keep=100), "idle": Bounded(sides="encoder")}
+    report = di.measure.replay_error(nano, texts, policies, prompt=90, continuation=4, drafter=False)
+    words = "Nothing is cut or replayed at a prompt of 90 tokens without a hit by short, idle"
+    assert words in repr(report) and words in report._repr_html_()
+    alone = di.measure.replay_error(nano, texts, [76], prompt=90, continuation=4, drafter=False)
+    assert "Nothing is cut" not in repr(alone)
+    for draw in (report.plot_layers, report.plot_distance, report.plot_cost):
+        with pytest.raises(KeyError, match="no policy 'cot' was measured: cut, short, idle were"):
+            draw(policies=["cot"])

@@ -10,6 +10,7 @@ import torch
 from deepinfer.measure.bootstrap import Estimate, quantile
 from deepinfer.measure.replay import fit as fitting
 from deepinfer.measure.replay.calibration import tried
+from deepinfer.measure.replay.texts import Texts
 from deepinfer.slots.replay import Bounded
 from properties.small import DRAFTS, small_config, small_engine, stream
 
@@ -156,9 +157,9 @@ def test_texts_that_check_have_no_say_and_order_does_not_matter(eng, fitted):
 def test_texts_know_their_module():
     eng = di.Engine.tiny(dtype="float64")
     texts = di.data.heldout(characters=300, count=4)
-    found = fitting.labelled(eng, [*texts, "x" * 200, [5] * 60], 20, 5, None, "fit")
+    found = Texts.of(eng, [*texts, "x" * 200, [5] * 60], 20, 5, None, "fit")
     assert found.groups == (*(t.module for t in texts), "4", "5")
-    assert fitting.labelled(eng, texts, 20, 5, "aabb", "fit").groups == tuple("aabb")
+    assert Texts.of(eng, texts, 20, 5, "aabb", "fit").groups == tuple("aabb")
 
 
 # ------------------------------------------------------------------------------- a plain Bounded

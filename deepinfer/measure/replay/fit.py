@@ -39,7 +39,7 @@ def fit(
 ) -> P:  # fmt: skip
     """See Bounded.fit. make: keep -> the policy of it; q: the quantile; who: signs the errors."""
     check_asked(tolerance, q, metric, who)
-    found = labelled(eng, texts, prompt, continuation, groups, who)
+    found = Texts.of(eng, texts, prompt, continuation, groups, who)
     first, second = halves(found, who)
     check_tokens(len(first) * continuation, q, who)
     check_sides(make(1), eng.config, prompt, hit, who)
@@ -80,18 +80,6 @@ def smallest(table: Table) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------- texts
-
-
-def labelled(
-    eng: Engine, texts: Prompts, prompt: int, continuation: int, groups: Sequence[Any] | None,
-    who: str,
-) -> Texts:  # fmt: skip
-    """The texts by group: as given, or the module that a text says it is of, or each its own."""
-    from deepinfer.engine.text import prompt_list
-
-    items = prompt_list(texts)[0]  # once: it may be an iterator
-    labels = [getattr(text, "module", i) for i, text in enumerate(items)]
-    return Texts.of(eng, items, prompt, continuation, labels if groups is None else groups, who)
 
 
 def halves(found: Texts, who: str) -> tuple[list[int], list[int]]:

@@ -21,8 +21,8 @@ def check_count(who: str, name: str, value: object, what: str = "a number of tok
 
 @dataclass(frozen=True)
 class Texts:
-    """ids: of each text, prompt + continuation of them; groups: one label a text, its number where
-    none were given (grouped: they were)."""
+    """ids: of each text, prompt + continuation of them; groups: one label a text: as given, or the
+    module that a text of di.data says it is of, or else its number (grouped: none is a number)."""
 
     ids: tuple[tuple[int, ...], ...]
     groups: tuple[str, ...]
@@ -45,7 +45,8 @@ class Texts:
         check_count(who, "prompt", prompt)
         check_count(who, "continuation", continuation)
         total, found = prompt + continuation, []
-        for i, text in enumerate(prompt_list(texts)[0]):
+        items = prompt_list(texts)[0]  # once: it may be an iterator
+        for i, text in enumerate(items):
             try:
                 ids = encode_prompt(eng, text)
             except ValueError as error:
@@ -58,7 +59,8 @@ class Texts:
             found.append(tuple(ids[:total]))
         if not found:
             raise ValueError(f"{who}: no texts: give at least one")
-        labels = range(len(found)) if groups is None else list(groups)
+        own = [getattr(text, "module", i) for i, text in enumerate(items)]
+        labels = own if groups is None else list(groups)
         if len(labels) != len(found):
             raise ValueError(
                 f"{who}: {len(labels)} groups for {len(found)} texts: want one label each"
@@ -68,7 +70,7 @@ class Texts:
                 f"{who}: {total} tokens, the model has "
                 f"{eng.config.max_position_embeddings} positions"
             )
-        given = groups is not None
+        given = groups is not None or all(isinstance(label, str) for label in own)
         return Texts(tuple(found), tuple(map(str, labels)), prompt, continuation, given)
 
     def __len__(self) -> int:

@@ -351,6 +351,24 @@ def test_compare_names_the_means_outside(tmp_path):
     assert count == 1 and words == "a: 2.5, not in [1, 2]"
 
 
+def test_compare_says_what_it_does_not_compare(tmp_path, capsys):
+    table = {"summary": Table([dict(policy="a", kl=1.0)])}
+    facts = dict(sizes=dict(passages=64), weights="w")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        Part("keep", facts, table).write(folder)
+    assert compare.main([str(first), str(second)]) == 0
+    Part("sides", facts, table).write(first)
+    assert compare.main([str(first), str(second)]) == 1
+    assert f"sides: only in {first}" in capsys.readouterr().out
+    Part("sides", facts | dict(sizes=dict(passages=9)), table).write(second)
+    assert compare.main([str(first), str(second)]) == 1
+    assert "sides: of other sizes, not compared: passages 64 and 9" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare.main([str(first), str(tmp_path / "none")])
+    assert "no results in" in capsys.readouterr().err
+
+
 def test_files_of_others_are_refused(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="no part"):
