@@ -166,17 +166,9 @@ class Reuse:
             )
         exact, snapshot = hit.exact, None
         if need := plan.layers_below:
-            there = [s for s in hit.snapshots if s.position == plan.start and s.layers >= need]
-            if not there:
-                have = ", ".join(f"{s.position} ({s.layers} layers)" for s in hit.snapshots)
-                raise ValueError(
-                    f"replay {self.rt.replay!r}: start {plan.start} reads window keys below it in "
-                    f"the first {need} of {len(plan.floor)} layers; state KV is at hand at: "
-                    f"{have or 'no place'}"
-                )
             key = self.keys(request, plan.start)[-1]
             found = self.snapshots.get(key)  # counts as a use
-            assert found is not None
+            assert found is not None and found.layers >= need  # a valid plan begins where it is
             exact, snapshot = exact and found.exact, found.first(need)
         return Start(hit.pages[:pages], plan, snapshot, exact, hit.length)
 

@@ -511,8 +511,8 @@ class ReplayPlan:
              f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them"),
             (not (n := self.layers_below)  # the last row always runs, also where its state KV is at hand
              or self.start in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
-             f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of {n} layers is at "
-             f"hand at {prompt.state_for(n)}: a row would see window keys that were never written"),
+             f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of the first {n} layers "
+             f"is at hand at {prompt.state_for(n)}: a row would see window keys that were never written"),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (self.write_from <= prompt.hit or self.write_from == self.start,
              f"write_from {self.write_from} is past the hit {prompt.hit}"),

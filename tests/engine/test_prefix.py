@@ -571,7 +571,7 @@ class Halfway(Exact):
 def test_a_plan_that_reads_a_window_nobody_has_is_refused():
     eng = engine("one layer", replay=Halfway())
     eng.generate(LONG[:70], params(most=1))
-    with pytest.raises(ValueError, match=r"start 27 .* below it in the first 1 of 1 .*at: 48 \(1"):
+    with pytest.raises(ValueError, match=r"Prompt\(length=70.*below start 27, .* first 1 layers is at hand at 48"):
         eng.generate(LONG[:70], params(most=1))
     check_empty(eng)
 
