@@ -150,6 +150,7 @@ class Runtime:
         self.pages = PageManager(self.limits.pages)
         self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
         self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
+        self._told_of_little = False
         self.reuse: Reuse | None = None
         if settings.prefix_cache:
             self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
@@ -195,9 +196,26 @@ class Runtime:
                 f"({plan.why}): set exact = False in its class"
             )
         try:
-            return plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
+            plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
         except ValueError as error:
             raise ValueError(f"replay {self.replay!r}, {prompt}: {error}") from None
+        self._warn_of_little(prompt, plan)
+        return plan
+
+    def _warn_of_little(self, prompt: Prompt, plan: ReplayPlan) -> None:
+        """Once, where a plan leaves less than decoding may look back to: `Bounded` refuses that
+        when it starts, a policy of somebody's own may not."""
+        needs = self.config.sliding_window + self.config.max_draft + 1
+        left = prompt.length - max(*plan.floor, plan.rows_from[-1])
+        if self._told_of_little or left >= min(needs, prompt.length):
+            return
+        self._told_of_little = True
+        warnings.warn(
+            f"replay {self.replay!r} leaves {left} rows at the end of a prompt of {prompt.length}; "
+            f"decoding looks back up to {needs} (the window and backtracking of this model), so the "
+            "windows behind the prompt are short: di.check(policy, config=eng.config) shows where",
+            stacklevel=2,
+        )
 
     def _warn_of_no_reuse(self) -> None:
         """A policy that cuts prompts and begins at nothing that they leave."""

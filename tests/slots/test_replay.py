@@ -263,3 +263,28 @@ def test_an_engine_shows_what_it_runs():
     assert "Bounded(keep=30" in repr(given) and given.slots["replay"].keep == 30
     assert "Bounded(keep=28" in repr(own)
     assert own.with_(fidelity=0).slots["replay"].keep == 28
+
+
+class Few(Bounded):
+    """Bounded with a keep that it would refuse."""
+
+    exact = False
+
+    def start(self, info):
+        return self
+
+
+def test_a_policy_that_leaves_less_than_a_window_is_told_once():
+    config = small_config()
+    needs = config.sliding_window + config.max_draft + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for policy in (Bounded(), Bounded(needs), Few(needs), Halo(), Bounded(sides="encoder")):
+            eng = small_engine(replay=policy)
+            eng.generate([list(range(3, 3 + n)) for n in (2, needs - 1, 60)], max_tokens=1)
+    eng = small_engine(replay=Few(needs - 1))
+    with pytest.warns(UserWarning, match=rf"leaves {needs - 1} rows .* of 60; .* up to {needs} .*check"):
+        eng.generate(list(range(3, 63)), max_tokens=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eng.generate(list(range(3, 63)), max_tokens=1)
