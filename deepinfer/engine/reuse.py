@@ -96,8 +96,10 @@ class CacheReport:
 
 class Reuse:
     """The prefix cache of one engine. Counters: requests that began with a hit (each time they
-    began), the tokens they did not compute and those they found but had to compute. traces: the engine's list; while one edits values, what
-    runs is not what the keys say, so nothing is served or registered."""
+    began), the tokens they did not compute and those they found but had to compute. cut, uncut:
+    where the replay policy cuts the longest prompt (0: nowhere), how many of the first layers it
+    does not cut. traces: the engine's list; while one edits values, what runs is not what the keys
+    say, so nothing is served or registered."""
 
     def __init__(self, rt: Runtime, model: str, snapshot_budget: int) -> None:
         self.rt = rt
