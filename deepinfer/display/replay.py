@@ -123,8 +123,15 @@ def share(x: float | None) -> str:
     return "" if x is None else f"{100 * x:.1f} %"
 
 
-def _hit(r: ReplayReport) -> str:
-    return f" with a hit of {r.facts['hit']}" if r.facts.get("hit") else " without a hit"
+def _uncut(r: ReplayReport) -> list[str]:
+    """A line where a policy had nothing to do: its error of 0 says nothing. At most four names."""
+    names = [p["policy"] for p in _rows(r.plans) if not p["cut_layers"] and p["policy"] != "exact"]
+    if not names:
+        return []
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    hit = f"with a hit of {r.facts['hit']}" if r.facts.get("hit") else "without a hit"
+    at = f"a prompt of {r.facts['prompt']} tokens {hit}"
+    return [f"Nothing is cut or replayed at {at} by {', '.join(names[:4])}{more}"]
 
 
 def _notes(r: ReplayReport) -> list[str]:
@@ -135,13 +142,10 @@ def _notes(r: ReplayReport) -> list[str]:
             "KL(exact || replay) of the tokens behind the prompt; rows x layers and FLOPs: of the "
             "prompt's prefill, share of exact"
         )
-    whole = [p["policy"] for p in _rows(r.plans) if not p["cut_layers"] and p["policy"] != "exact"]
-    if whole:
-        at = f"a prompt of {r.facts['prompt']} tokens" + _hit(r)
-        said += f". Nothing is cut or replayed at {at} by {', '.join(whole)}"
+    notes = [said, *_uncut(r)]
     if n < FEWEST:
-        return [said, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
-    return [said, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
+        return [*notes, f"{counted(n, 'group')}: too few for an interval, {FEWEST} are needed"]
+    return [*notes, f"[low, high]: 95 % over groups, {RESAMPLES} bootstrap resamples, seed {SEED}"]
 
 
 # --------------------------------------------------------------------------------------- pictures
