@@ -40,6 +40,25 @@ def test_all_requests_give_the_golden_results(base, stored, name):
     compare(golden.result(base, name, golden.REQUESTS), stored["full"][name])
 
 
+def test_the_golden_covers_what_it_is_for(stored):
+    """Of each kind of event there is one in the file, so that a change of it would be seen."""
+    for group, names in (("quick", golden.QUICK), ("full", golden.ALL)):
+        assert stored[group].keys() == set(names)
+    full = stored["full"]
+    for name, one in full.items():
+        counted, requests = one["counters"], one["requests"].values()
+        assert counted["finished stop"] and counted["finished length"] and counted["finished abort"]
+        assert counted["preemptions"] and counted["peak_waiting"] > 8
+        assert any(i.endswith("f") for i in one["requests"])
+        assert any("top" in r for r in requests)
+        assert bool(counted["cached_tokens"]) == (" cache " in name)
+        assert bool(counted.get("accepted 0")) == (not name.endswith(" off"))
+        assert ("prompt_logprobs" in str(requests)) or "bounded" in name
+    for scheduler in golden.SCHEDULERS:
+        mixed = [o["counters"]["mixed_steps"] for n, o in full.items() if n.startswith(scheduler)]
+        assert all(mixed) if scheduler == "mixed" else not any(mixed)
+
+
 def test_a_difference_is_seen(stored):
     """A token, a place, a counter or a log-probability that changed is named; rounding is not."""
     name = golden.QUICK[0]
