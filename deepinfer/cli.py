@@ -189,38 +189,49 @@ def _add_generate(commands: Any) -> None:
     parser = _add(commands, "generate", generate, example)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="raw text; no chat template")
     parser.add_argument(
-        "--model", default="nano", metavar="PATH",
+        "--model",
+        default="nano",
+        metavar="PATH",
         help="a checkpoint's folder, or 'nano' (default): the trained model of this package, or "
         "'tiny': random weights; folders of these names are ./nano and ./tiny",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="default %(default)s"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T",
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
         help="0 is greedy; default %(default)s",
-    )  # fmt: skip
+    )
     for name, letter, of, default in (("--top-p", "P", float, 1.0), ("--top-k", "K", int, -1)):
         about = "default %(default)s: keeps all"
         parser.add_argument(name, type=of, default=default, metavar=letter, help=about)
     parser.add_argument(
-        "--draft", type=int, default=0, metavar="N",
+        "--draft",
+        type=int,
+        default=0,
+        metavar="N",
         help="tokens drafted and verified a step; the text stays the same (default 0: off)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float64"), default=None,
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default=None,
         help="default: float32 on a CPU, bfloat16 on an accelerator",
-    )  # fmt: skip
+    )
     _add_common(parser, seed=None)
 
 
 def _add_small(commands: Any) -> None:
     parser = _add(commands, "inspect", inspect, f"deepinfer inspect {RELEASE}")
     parser.add_argument(
-        "path", metavar="PATH",
+        "path",
+        metavar="PATH",
         help=f"a checkpoint's folder, a config.json, 'nano' for the trained model of this package, "
         f"or '{RELEASE}' for the released architecture",
-    )  # fmt: skip
+    )
     _add_json(parser)
 
     parser = _add(commands, "make-tiny", make_tiny, "deepinfer make-tiny ./tiny --seed 1")
@@ -238,9 +249,11 @@ def _add_small(commands: Any) -> None:
         "JupyterLab's."
     )
     parser.add_argument(
-        "folder", nargs="?", metavar="DIR",
+        "folder",
+        nargs="?",
+        metavar="DIR",
         help="copy the tutorials there; a changed notebook is kept (default: a checkout's own)",
-    )  # fmt: skip
+    )
     parser.add_argument("--copy", action="store_true", help="only copy, do not start JupyterLab")
 
 
@@ -250,9 +263,12 @@ def _add_common(parser: argparse.ArgumentParser, seed: int | None) -> None:
     parser.add_argument("--seed", type=_seed, default=seed, metavar="N", help=about)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default auto)")
     parser.add_argument(
-        "--threads", type=_thread_count, default=1, metavar="N",
+        "--threads",
+        type=_thread_count,
+        default=1,
+        metavar="N",
         help=f"of the CPU, 1 to {MOST_THREADS}; decode-sized work wants 1 (default %(default)s)",
-    )  # fmt: skip
+    )
     _add_json(parser)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Mapping, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import config_checks as checks
 from .config_release import released_config

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 __all__ = ["RULES", "check_types", "latest_source"]
 
@@ -46,8 +47,10 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: isinstance(value, bool),
     "str": lambda value: isinstance(value, str),
     "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
-    "Mapping[str, str]": lambda value: isinstance(value, Mapping)
-    and all(isinstance(part, str) for pair in value.items() for part in pair),
+    "Mapping[str, str]": lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(part, str) for pair in value.items() for part in pair)
+    ),
 }
 
 
@@ -290,7 +293,9 @@ def _check_engine(config: Any) -> None:
     _at_least(config, 1, "page_size", "num_pages")
     _at_least(config, 0, "num_snapshots")
     if config.num_snapshots is not None and not config.prefix_cache:
-        _refuse(config, "num_snapshots", "left out without prefix_cache=True, whose places it counts")
+        _refuse(
+            config, "num_snapshots", "left out without prefix_cache=True, whose places it counts"
+        )
     if not 0 <= config.seed < 2**64:
         _refuse(config, "seed", "an integer in 0..2**64-1")
 

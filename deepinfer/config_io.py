@@ -7,8 +7,9 @@ import difflib
 import itertools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from .config import ModelConfig, QuantizationConfig, RopeScaling, VisionConfig
 

@@ -77,10 +77,15 @@ def run(device: str = "auto", max_tokens: int = 48, seed: int = 0) -> Demo:
             done, seconds[name] = _timed(lambda each=each: each.generate([begun] * 2, params))
             out.append(done.raise_for_errors())
         return Demo(
-            begun, *out, drafts, seed, _parameters(engine),
+            begun,
+            *out,
+            drafts,
+            seed,
+            _parameters(engine),
             sum((nano.folder() / name).stat().st_size for name in nano.FILES),
-            str(engine.model.dtype).removeprefix("torch."), seconds,
-        )  # fmt: skip
+            str(engine.model.dtype).removeprefix("torch."),
+            seconds,
+        )
 
 
 def prompt() -> str:
@@ -101,29 +106,31 @@ def said(demo: Demo, threads: int) -> str:
     rates = " and ".join(fmt(tokens_per_step(c)) for c in demo.drafted if _steps(c) > 1)
     same = "the same tokens" if demo.same else f"other tokens (a near-tie in {demo.dtype})"
     lines = demo.prompt.splitlines()[-SHOWN_LINES:]
-    return "\n".join([
-        "nano: DeepSeek-V4.1 in small, trained on Python's standard library.",
-        f"{demo.parameters / 1e6:.1f} M parameters, {demo.nbytes / 1e6:.1f} MB in FP8 and FP4, "
-        f"loaded in {seconds['load']:.2f} s.",
-        "",
-        f"The end of its prompt, from {FILE}, which it has never seen:",
-        *_marked(lines, "  | "),
-        "",
-        "It goes on, at temperature 0:",
-        *_marked(greedy.text.strip("\n").splitlines(), "  > "),
-        "",
-        f"And at temperature {TEMPERATURE}, with seed {demo.seed}:",
-        *_marked(sampled.text.strip("\n").splitlines(), "  > "),
-        "",
-        f"The first of them by steps: the prompt's, then those that verify {demo.drafts} drafts",
-        grid(("step", "tokens", "text"), _by_step(greedy), ("step", "tokens")),
-        "",
-        *([f"{rates} tokens per step after the prompt's"] if rates else []),
-        f"Without drafts: {counted(max(steps), 'step')}, and {same}",
-        f"Both texts in one batch: {counted(demo.tokens, 'token')} in {seconds['drafted']:.2f} s "
-        f"({demo.tokens / seconds['drafted']:.0f} tokens/s), without drafts in "
-        f"{seconds['plain']:.2f} s; {counted(threads, 'thread')}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "nano: DeepSeek-V4.1 in small, trained on Python's standard library.",
+            f"{demo.parameters / 1e6:.1f} M parameters, {demo.nbytes / 1e6:.1f} MB in FP8 and FP4, "
+            f"loaded in {seconds['load']:.2f} s.",
+            "",
+            f"The end of its prompt, from {FILE}, which it has never seen:",
+            *_marked(lines, "  | "),
+            "",
+            "It goes on, at temperature 0:",
+            *_marked(greedy.text.strip("\n").splitlines(), "  > "),
+            "",
+            f"And at temperature {TEMPERATURE}, with seed {demo.seed}:",
+            *_marked(sampled.text.strip("\n").splitlines(), "  > "),
+            "",
+            f"The first of them by steps: the prompt's, then those that verify {demo.drafts} drafts",
+            grid(("step", "tokens", "text"), _by_step(greedy), ("step", "tokens")),
+            "",
+            *([f"{rates} tokens per step after the prompt's"] if rates else []),
+            f"Without drafts: {counted(max(steps), 'step')}, and {same}",
+            f"Both texts in one batch: {counted(demo.tokens, 'token')} in {seconds['drafted']:.2f} s "
+            f"({demo.tokens / seconds['drafted']:.0f} tokens/s), without drafts in "
+            f"{seconds['plain']:.2f} s; {counted(threads, 'thread')}",
+        ]
+    )
 
 
 def tokens_per_step(completion: Completion) -> float | None:

@@ -106,9 +106,11 @@ def _packages(report: Report) -> None:
     )
     if sys.version_info < PYTHON:
         report.problem(
-            "packages", "python", platform.python_version(),
+            "packages",
+            "python",
+            platform.python_version(),
             f"Python {platform.python_version()} is older than 3.11: make the venv with a newer",
-        )  # fmt: skip
+        )
     else:
         report.add(
             "packages",
@@ -122,9 +124,11 @@ def _packages(report: Report) -> None:
         elif least and _numbers(found) < least:
             want = ".".join(map(str, least))
             report.problem(
-                "packages", name, f"{found}, need {want} or newer",
+                "packages",
+                name,
+                f"{found}, need {want} or newer",
                 f"{name} {found} is too old: pip install '{name}>={want}'",
-            )  # fmt: skip
+            )
         else:
             report.add("packages", name, found)
     for name, (extra, purpose) in OPTIONAL.items():
@@ -147,10 +151,12 @@ def _other_distribution(report: Report) -> None:
         report.add("packages", "other 'deepinfer'", "not installed, as it should be")
         return
     report.problem(
-        "packages", "other 'deepinfer'", f"{other} is installed",
+        "packages",
+        "other 'deepinfer'",
+        f"{other} is installed",
         f"the distribution 'deepinfer' {other} is another project with the same import name, and "
         "one overwrites the other: pip uninstall deepinfer, then install deepinfer-lab again",
-    )  # fmt: skip
+    )
 
 
 def _nano(report: Report) -> None:

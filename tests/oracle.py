@@ -118,7 +118,7 @@ def write_checkpoint(folder: Path) -> Path:
     state = weights()
     save_file(state, folder / SHARD, metadata={"format": "pt"})
     size = sum(x.nbytes for x in state.values())
-    index = {"metadata": {"total_size": size}, "weight_map": {name: SHARD for name in state}}
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(state, SHARD)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 

@@ -178,11 +178,16 @@ def test_generate_and_inspect_know_nano(capsys, tmp_path, monkeypatch):
     assert "fit the config" in out.splitlines()[0]
 
 
-@pytest.mark.parametrize("word, hint", [
-    ("nanoo", "did you mean nano?"), ("Nano", "did you mean nano?"),
-    ("v41-flsh", "did you mean v41-flash?"), ("elsewhere", "a config.json, nano or v41-flash"),
-    ("tiny", "make-tiny ./tiny` writes them, and nano is the trained model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "word, hint",
+    [
+        ("nanoo", "did you mean nano?"),
+        ("Nano", "did you mean nano?"),
+        ("v41-flsh", "did you mean v41-flash?"),
+        ("elsewhere", "a config.json, nano or v41-flash"),
+        ("tiny", "make-tiny ./tiny` writes them, and nano is the trained model"),
+    ],
+)
 def test_inspect_says_what_was_meant(capsys, tmp_path, monkeypatch, word, hint):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "inspect", word)
@@ -421,10 +426,15 @@ def test_lab_passes_what_follows_the_dashes(tmp_path, monkeypatch, source, capsy
     assert cli._parse(["generate", "--", "--lab", "--"]).prompts[0] == "--lab"
 
 
-@pytest.mark.parametrize("root, options, warned", [
-    (True, [], True), (True, ["--", "--allow-root"], False),
-    (True, ["--", "--ServerApp.allow_root=True"], False), (False, [], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "root, options, warned",
+    [
+        (True, [], True),
+        (True, ["--", "--allow-root"], False),
+        (True, ["--", "--ServerApp.allow_root=True"], False),
+        (False, [], False),
+    ],
+)
 def test_lab_says_what_root_needs(monkeypatch, capsys, root, options, warned):
     Server(monkeypatch)
     monkeypatch.setattr(lab, "_root", lambda: root)

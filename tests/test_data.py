@@ -211,11 +211,17 @@ def file(whole):
 
 
 CHANGES = [
-    *lose(lambda w: w, "sets"), *lose(lambda w: w, "licence"),
-    *lose(sets, "dev"), *lose(dev, "files"), *lose(dev, "sha256"), *lose(file, "path"),
-    *lose(file, "bytes"), *lose(file, "module"), *lose(file, "sha256"),
+    *lose(lambda w: w, "sets"),
+    *lose(lambda w: w, "licence"),
+    *lose(sets, "dev"),
+    *lose(dev, "files"),
+    *lose(dev, "sha256"),
+    *lose(file, "path"),
+    *lose(file, "bytes"),
+    *lose(file, "module"),
+    *lose(file, "sha256"),
     lambda whole: dev(whole)["files"].pop(),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -14,10 +14,16 @@ def completion(n=3, error=None, drafts=(1,), piece="<b>") -> Completion:
         TokenStep(step=i, row=0, source="draft" if i in drafts else "target") for i in range(n)
     )
     return Completion(
-        index=0, prompt_token_ids=(5, 6), token_ids=tuple(range(n)), text=piece * n,
-        finish_reason="error" if error else "length", logprobs=(-0.5,) * n, steps=steps,
-        error=error, pieces=(piece,) * n,
-    )  # fmt: skip
+        index=0,
+        prompt_token_ids=(5, 6),
+        token_ids=tuple(range(n)),
+        text=piece * n,
+        finish_reason="error" if error else "length",
+        logprobs=(-0.5,) * n,
+        steps=steps,
+        error=error,
+        pieces=(piece,) * n,
+    )
 
 
 def test_completion_says_where_tokens_came_from():

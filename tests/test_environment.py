@@ -243,8 +243,9 @@ def test_the_table_for_a_reader():
     assert here["YOCO_PREFILL_TRUNCATION_MODE"] == here["YOCO_PREFILL_KEEP_TOKENS"] == "replay"
     assert here["USE_NEXTN_DECODE"] == "verifier" and here["NCCL_NUM_SMS"] == "default only"
     assert {name for name, what in here.items() if what in ("already so", "not read")} == {
-        *TAKEN, "MAX_BACKTRACKING_TOKENS"
-    }  # fmt: skip
+        *TAKEN,
+        "MAX_BACKTRACKING_TOKENS",
+    }
     assert all(row["note"] and row["type"] and row["default"] is not None for row in table)
     assert "note" in repr(table).splitlines()[1]
 
@@ -328,10 +329,15 @@ def test_no_far_name_is_suggested(name):
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong, meant", [
-    ("ZERO_OVERHEAD_SCHEDULER", "ZERO_OVERHEAD_SCHEDULING"), ("BATCHINVARIANT", "BATCH_INVARIANT"),
-    ("USE_NEXTN", "USE_NEXTN_DECODE"), ("NCCL_NUM_SM", "NCCL_NUM_SMS"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [
+        ("ZERO_OVERHEAD_SCHEDULER", "ZERO_OVERHEAD_SCHEDULING"),
+        ("BATCHINVARIANT", "BATCH_INVARIANT"),
+        ("USE_NEXTN", "USE_NEXTN_DECODE"),
+        ("NCCL_NUM_SM", "NCCL_NUM_SMS"),
+    ],
+)
 def test_a_near_name_is(wrong, meant):
     with pytest.raises(ValueError, match=f"did you mean DEEPINFER_{meant}\\?"):
         read(env(**{wrong: "1"}))

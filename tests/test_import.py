@@ -75,7 +75,7 @@ def test_names_come_from_where_the_stub_says():
 
 def test_a_wrong_name_is_answered_with_the_right_one():
     with pytest.raises(AttributeError, match="did you mean 'Engine'"):
-        di.Engin  # noqa: B018
+        di.Engin
     assert not hasattr(di, "nothing_like_it")
 
 

@@ -214,10 +214,24 @@ def run_nbval(folder: Path, *arguments: str) -> dict[str, str]:
         shutil.copy(TUTORIALS / name, folder / name)
     (folder / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-rA", "-q",
-         "--nbval-sanitize-with=sanitize.cfg", "-p", "no:cacheprovider", *arguments],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--nbval",
+            "--nbval-current-env",
+            "-rA",
+            "-q",
+            "--nbval-sanitize-with=sanitize.cfg",
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     lines = re.findall(r"^(\w+) (\S+::Cell \d+|\S+)", done.stdout, re.M)
     return {name: outcome for outcome, name in lines if "::" in name}
 

@@ -88,7 +88,9 @@ class KVCache:
         """Every storage tensor by name, for accounting and for the serial-is-the-oracle tests."""
         out = {f"window.{i}": r.stored for i, r in enumerate(self.windows)}
         for name, group in (
-            ("entries", self.entries), ("index_keys", self.index_keys), ("groups", self.groups)
+            ("entries", self.entries),
+            ("index_keys", self.index_keys),
+            ("groups", self.groups),
         ):
             out.update({f"{name}.{layer}": r.stored for layer, r in group.items()})
         return out

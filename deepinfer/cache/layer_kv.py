@@ -23,7 +23,13 @@ def ring_places(state: Tensor, positions: Tensor, ring: int) -> Tensor:
 
 
 def window_places(
-    batch: Batch, keys: RowSet, queries: RowSet, floor: Tensor | None, window: int, ring: int, stored: int
+    batch: Batch,
+    keys: RowSet,
+    queries: RowSet,
+    floor: Tensor | None,
+    window: int,
+    ring: int,
+    stored: int,
 ) -> Tensor:
     """[t, w] places in a window Records of the keys p-window+1..p of each query, -1 where there is none.
 
@@ -70,7 +76,9 @@ class LayerKV:
         """Places of entries `ids` [t, k] (-1 stays -1) of the sequences `owner` [t]."""
         last = ids * self.ratio + (self.ratio - 1)
         own_start = self.own_start[owner][:, None]
-        places = self.stored + self.keys.first[owner][:, None] + last - self.keys.start[owner][:, None]
+        places = (
+            self.stored + self.keys.first[owner][:, None] + last - self.keys.start[owner][:, None]
+        )
         if self.stored:
             page = (ids // self.entries_per_page).clamp(0, self.pages.shape[1] - 1)
             held = self.pages[owner].gather(1, page)

@@ -7,7 +7,7 @@ there, and padding rows point at it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from typing import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class Pool:

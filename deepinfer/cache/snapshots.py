@@ -9,8 +9,8 @@ layers alone have them: its later layers ran no such rows, or ran them on an app
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor

@@ -20,7 +20,9 @@ def locate(path: str | os.PathLike, *, download: bool = False) -> Path:
         return folder
     name = str(path)
     if folder.is_absolute() or name.count("/") != 1 or name.startswith("."):
-        made = f"; the one that comes with the package is di.Engine.{name}()" if name in MADE else ""
+        made = (
+            f"; the one that comes with the package is di.Engine.{name}()" if name in MADE else ""
+        )
         raise FileNotFoundError(f"{name}: no such folder, and not a hub id (owner/name){made}")
     cached = cache_folder() / f"models--{name.replace('/', '--')}"
     found = snapshot(cached)
@@ -59,8 +61,12 @@ def fetch(name: str) -> Path:
     try:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError:
-        raise ImportError(f"download=True of {name} needs huggingface_hub: pip install huggingface_hub") from None
+        raise ImportError(
+            f"download=True of {name} needs huggingface_hub: pip install huggingface_hub"
+        ) from None
     files = HfApi().model_info(name, files_metadata=True).siblings or []
     size = sum(f.size or 0 for f in files)
-    logging.getLogger("deepinfer").warning("downloading %s: %s bytes in %d files", name, f"{size:,}", len(files))
+    logging.getLogger("deepinfer").warning(
+        "downloading %s: %s bytes in %d files", name, f"{size:,}", len(files)
+    )
     return Path(snapshot_download(name))

@@ -122,6 +122,4 @@ def inspect(path: str | os.PathLike | None = None) -> Inspection:
         checked = f"{count:,} tensors, {size:,} bytes: names, types and shapes fit the config"
     else:
         source, checked, config = str(path), "from its config", ModelConfig.from_file(path)
-    return Inspection(
-        source, checked, config, memory_table(config, _EP_SIZES), cache_table(config)
-    )
+    return Inspection(source, checked, config, memory_table(config, _EP_SIZES), cache_table(config))

@@ -84,7 +84,7 @@ def load(
         _clear(model, slots)
         raise
     if checkpoint.token_map is not None and hasattr(model, "set_token_map"):
-        getattr(model, "set_token_map")(checkpoint.token_map)
+        model.set_token_map(checkpoint.token_map)
 
 
 def official_state(model: nn.Module) -> dict[str, Tensor]:

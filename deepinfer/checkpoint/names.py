@@ -9,9 +9,9 @@ config this gives its 96,085 tensors and 510,286,023,000 payload bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Container, Iterable, Iterator
 
 from deepinfer.config import ModelConfig, VisionConfig
 
@@ -146,10 +146,16 @@ def weights(config: ModelConfig) -> list[Weight]:
     if config.quantization is None:
         unquantised = {"fp8": "bf16", "table": "bf16", "fp4": "bf16"}
         found = [
-            Weight(w.name, w.shape, unquantised.get(w.storage, w.storage), w.component,
-                   w.placement, w.layer)
+            Weight(
+                w.name,
+                w.shape,
+                unquantised.get(w.storage, w.storage),
+                w.component,
+                w.placement,
+                w.layer,
+            )
             for w in found
-        ]  # fmt: skip
+        ]
     return found
 
 

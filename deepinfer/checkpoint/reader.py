@@ -10,8 +10,9 @@ import logging
 import os
 import reprlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,13 +252,18 @@ def _warn_of_leftovers(path: Path, metadata: Any, found: dict[str, Entry]) -> No
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(entry.nbytes for entry in found.values())
     if total is not None and total != held:
-        log.warning("%s: metadata.total_size is %s, the shards hold %d bytes of tensors",
-                    path / INDEX, reprlib.repr(total), held)  # fmt: skip
+        log.warning(
+            "%s: metadata.total_size is %s, the shards hold %d bytes of tensors",
+            path / INDEX,
+            reprlib.repr(total),
+            held,
+        )
     used = {entry.file.name for entry in found.values()}
     stray = sorted(file.name for file in path.glob("*.safetensors") if file.name not in used)
     if stray:
-        log.warning("%s: not read, because %s does not name them: %s",
-                    path, INDEX, ", ".join(stray))  # fmt: skip
+        log.warning(
+            "%s: not read, because %s does not name them: %s", path, INDEX, ", ".join(stray)
+        )
 
 
 def _unique(entries: list[Entry], found: dict[str, Entry]) -> dict[str, Entry]:

@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def _write_files(
         tensors = dict(pair for weight in shard for pair in _stored(weight, state[weight.name]))
         _save(tensors, folder / file)
         total += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= {name: file for name in tensors}
+        weight_map |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _dump(folder / "model.safetensors.index.json", index)
     _dump(folder / "config.json", config.to_dict())

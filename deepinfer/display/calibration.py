@@ -93,8 +93,12 @@ def _cells(c: Calibration, row: dict[str, Any]) -> list[str]:
     if row["keep"] == c.keep:
         meets += ", chosen"
     return [
-        fmt(row["keep"]), _interval(row), meets, share(row["rows_share"]), share(row["flops_share"])
-    ]  # fmt: skip
+        fmt(row["keep"]),
+        _interval(row),
+        meets,
+        share(row["rows_share"]),
+        share(row["flops_share"]),
+    ]
 
 
 def _interval(row: dict[str, Any]) -> str:

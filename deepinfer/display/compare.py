@@ -18,9 +18,14 @@ SHOWN_TOKENS = 120  # of one prompt
 NOISE = 1e-9  # what is below differs between machines and means nothing: shown as such
 OTHER, FIRST = 1, 5  # colours: a teacher-forced row, the first token of the free text
 COLUMNS = (
-    "engine", "rows", "max |dlogit|", "mean |dlogit|", "KL(a||b) nats", "top-1 agreement",
+    "engine",
+    "rows",
+    "max |dlogit|",
+    "mean |dlogit|",
+    "KL(a||b) nats",
+    "top-1 agreement",
     "texts that differ",
-)  # fmt: skip
+)
 
 
 def comparison_text(c: Comparison) -> str:
@@ -66,11 +71,14 @@ def _plain(row: dict[str, Any]) -> list[str]:
     """COLUMNS of one engine, as text."""
     where = _where(row)
     return [
-        row["engine"], _rows(row), _number(row["max_dlogit"]), _number(row["mean_dlogit"]),
+        row["engine"],
+        _rows(row),
+        _number(row["max_dlogit"]),
+        _number(row["mean_dlogit"]),
         f"{_number(row['kl'])} {_interval(row, 'kl')}".rstrip(),
         f"{_number(row['agreement'])} {_interval(row, 'agreement')}".rstrip(),
         f"{row['texts_differ']} of {row['prompts']}" + (f", {where}" if where else ""),
-    ]  # fmt: skip
+    ]
 
 
 def _shown(c: Comparison, row: dict[str, Any]) -> list[object]:
@@ -80,11 +88,14 @@ def _shown(c: Comparison, row: dict[str, Any]) -> list[object]:
     changed = html.muted(html.code(c.changes[name] or "set up as a is"))
     bar = "" if row["agreement"] is None else html.bar(row["agreement"], 2, "5em")
     return [
-        _two(html.join(title, " "), changed), _rows(row), _number(row["max_dlogit"]),
-        _number(row["mean_dlogit"]), _two(_number(row["kl"]), _whole(_interval(row, "kl"))),
+        _two(html.join(title, " "), changed),
+        _rows(row),
+        _number(row["max_dlogit"]),
+        _number(row["mean_dlogit"]),
+        _two(_number(row["kl"]), _whole(_interval(row, "kl"))),
         _two(html.join([bar, " ", _number(row["agreement"])]), _whole(_interval(row, "agreement"))),
         _two(f"{row['texts_differ']} of {row['prompts']}", html.muted(_where(row))),
-    ]  # fmt: skip
+    ]
 
 
 def _two(above: object, below: object) -> html.Html:

@@ -25,9 +25,16 @@ ZERO = 1e-15  # what is below is a sum's rounding in float64
 NOISE = 1e-9  # what is below differs between machines and means nothing: shown as such
 NOWRAP = "white-space:nowrap"
 COLUMNS = (
-    "policy", "keep", "KL nats", "KL p99", "KL max", "top-1 agreement", "perplexity, %",
-    "rows x layers", "FLOPs",
-)  # fmt: skip
+    "policy",
+    "keep",
+    "KL nats",
+    "KL p99",
+    "KL max",
+    "top-1 agreement",
+    "perplexity, %",
+    "rows x layers",
+    "FLOPs",
+)
 X_WORDS = {
     "keep": "keep (prompt rows above the cut)",
     "windows": "keep / window",
@@ -75,10 +82,16 @@ def _columns(r: ReplayReport) -> list[int]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        row["policy"], number(row["keep"]), _with_interval(row, "kl"), number(row["kl_p99"]),
-        number(row["kl_max"]), _with_interval(row, "agreement"),
-        _perplexity(row), share(row["rows_share"]), share(row["flops_share"]),
-    ]  # fmt: skip
+        row["policy"],
+        number(row["keep"]),
+        _with_interval(row, "kl"),
+        number(row["kl_p99"]),
+        number(row["kl_max"]),
+        _with_interval(row, "agreement"),
+        _perplexity(row),
+        share(row["rows_share"]),
+        share(row["flops_share"]),
+    ]
 
 
 def _html_cells(row: dict[str, Any]) -> list[object]:
@@ -152,9 +165,14 @@ def _notes(r: ReplayReport) -> list[str]:
 
 
 def plot_error(
-    r: ReplayReport, meter: str, x: str, of: str, ax: Axes | None, floors: ReplayReport | None,
+    r: ReplayReport,
+    meter: str,
+    x: str,
+    of: str,
+    ax: Axes | None,
+    floors: ReplayReport | None,
     by: Callable[[str], str] | None = None,
-) -> Axes:  # fmt: skip
+) -> Axes:
     """A meter of every policy over keep or another measure of the cut, with 95 % bars."""
     if x not in X_WORDS:
         raise ValueError(f"x={x!r}: {', '.join(X_WORDS)}")
@@ -176,9 +194,15 @@ def plot_error(
         if len(ends) == len(points):
             bars = [[max(end, 0) for end in side] for side in zip(*ends, strict=True)]
         ax.errorbar(
-            xs, ys, yerr=bars, label=label, color=PALETTE[i % len(PALETTE)], capsize=2,
-            marker=plots.MARKERS[i % len(plots.MARKERS)], markersize=4,
-        )  # fmt: skip
+            xs,
+            ys,
+            yerr=bars,
+            label=label,
+            color=PALETTE[i % len(PALETTE)],
+            capsize=2,
+            marker=plots.MARKERS[i % len(plots.MARKERS)],
+            markersize=4,
+        )
     drawn = _floors(ax, floors, meter, of)
     values = [e.value for points in series.values() for _, e in points]
     if meter in ("kl", "dlogprob", "window_rel_l2") and max(values, default=0) > ZERO:

@@ -64,7 +64,11 @@ def timeline_text(t: Timeline) -> str:
     used = []
     for looks, found in ((HOST, shown.host), (DEVICE, busy_and_gaps(shown))):
         whats = {s.what for s in found}
-        used += [f"{letter} {SAID.get(name, name)}" for name, (_, letter, _) in looks.items() if name in whats]
+        used += [
+            f"{letter} {SAID.get(name, name)}"
+            for name, (_, letter, _) in looks.items()
+            if name in whats
+        ]
     lines.append(f"  {', '.join(used)}, {IDLE_LETTER} idle; the width is {milli(total)}")
     return "\n".join(lines)
 
@@ -81,9 +85,13 @@ def timeline_html(t: Timeline, seconds: float | None = None) -> html.Html:
     rows = [("step", numbers), ("host", host), ("device", device), ("", ticks(total))]
     lines = [lane(name, blocks) for name, blocks in rows]
     return html.card(
-        "Timeline", html.block(*lines, style="margin:6px 0"), legend(shown), causes(t),
-        *(remark(n) for n in notes(t, shown)), note=headline(t),
-    )  # fmt: skip
+        "Timeline",
+        html.block(*lines, style="margin:6px 0"),
+        legend(shown),
+        causes(t),
+        *(remark(n) for n in notes(t, shown)),
+        note=headline(t),
+    )
 
 
 # ---------------------------------------------------------------------------------- what is drawn

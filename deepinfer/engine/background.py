@@ -73,8 +73,13 @@ class Background:
 
     @completes(Sampling, defaults=SAMPLING)
     def add(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        salt: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Running:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
@@ -107,7 +112,9 @@ class Background:
         """Queue another request that goes on from all that `running` has so far; params, sampling
         and errors as of `eng.fork`. ValueError for a Running of another Background."""
         if not isinstance(running, Running):
-            raise TypeError(f"fork: want a Running of this background, got {type(running).__name__}")
+            raise TypeError(
+                f"fork: want a Running of this background, got {type(running).__name__}"
+            )
         return self._eng._turns.run(self._fork, running, params, sampling)
 
     def _fork(self, running: Running, params: SamplingParams | None, sampling: Any) -> Running:
@@ -222,9 +229,11 @@ class Background:
 
 
 def serve(
-    of: weakref.ref[Background], wake: SimpleQueue[bool], engine: weakref.ref[Engine],
+    of: weakref.ref[Background],
+    wake: SimpleQueue[bool],
+    engine: weakref.ref[Engine],
     owned: dict[int, Request],
-) -> None:  # fmt: skip
+) -> None:
     """The thread. Between two steps it holds neither Background nor engine, so that both can go."""
     while wake.get():
         while (background := of()) is not None and background._eng._turns.run(background._step):
@@ -276,8 +285,13 @@ class InBackground(EngineFacts):
 
     @completes(Sampling, defaults=SAMPLING)
     def astream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        salt: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> AsyncIterator[StreamedToken]:
         """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
         and what it awaits at the same time runs in the same steps. Closing or dropping the

@@ -45,8 +45,10 @@ def build(
     offsets = [sum(counts[:i]) for i in range(len(works))]
     positions = [p for w in works for p in range(w.start, w.start + len(w.ids))]
     seq = [i for i, n in enumerate(counts) for _ in range(n)]
-    segments = None if decode else tuple(
-        (i, o, o + n) for i, (o, n) in enumerate(zip(offsets, counts)) if n
+    segments = (
+        None
+        if decode
+        else tuple((i, o, o + n) for i, (o, n) in enumerate(zip(offsets, counts)) if n)
     )
     rows = RowSet(long(positions), long(seq), long(offsets), long(starts), segments)
     cuts, last = row_cuts(works, config.num_hidden_layers, rows, device)
@@ -117,7 +119,9 @@ def row_cuts(
             return put(values, device)
 
         starts = long([lo for lo, _ in after])
-        cuts[layer] = Cut(long(keep), RowSet(long(positions), long(seq), long(first), starts, segments))
+        cuts[layer] = Cut(
+            long(keep), RowSet(long(positions), long(seq), long(first), starts, segments)
+        )
         alive = after
     return cuts, alive
 

@@ -36,7 +36,11 @@ def touched(config: ModelConfig, rows: int) -> tuple[float, float]:
     used = distinct = 0.0
     share = config.num_experts_per_tok / config.n_routed_experts
     for w in names.weights(config):
-        if w.component in ("drafter", "vision") or w.name == "embed.weight" or "engram.embed" in w.name:
+        if (
+            w.component in ("drafter", "vision")
+            or w.name == "embed.weight"
+            or "engram.embed" in w.name
+        ):
             continue
         if w.component == "experts":
             used += w.parameters * share * rows
@@ -57,7 +61,9 @@ def prefill_seconds(eng: Engine, count: int, runs: int) -> list[float]:
     """Seconds of prefilling `count` prompts of PROMPT tokens, first token included."""
     out = []
     for _ in range(runs + 1):  # the first run warms up
-        ids = [eng.add(p, max_tokens=2, temperature=0.0) for p in prompts(eng.config, count, PROMPT)]
+        ids = [
+            eng.add(p, max_tokens=2, temperature=0.0) for p in prompts(eng.config, count, PROMPT)
+        ]
         start = time.perf_counter()
         while not all(eng.requests[i].output for i in ids):
             eng.step()
@@ -92,18 +98,24 @@ def measure(eng: Engine, threads: int, runs: int, steps: int) -> list[dict]:
     rows = []
     for what, batch in (("prefill", 1), ("prefill", 16), ("decode", 1), ("decode", 16)):
         prefill = what == "prefill"
-        seconds = prefill_seconds(eng, batch, runs) if prefill else decode_seconds(eng, batch, steps)
+        seconds = (
+            prefill_seconds(eng, batch, runs) if prefill else decode_seconds(eng, batch, steps)
+        )
         tokens = batch * (PROMPT if prefill else 1)
         used, distinct = touched(eng.config, tokens)
         size = eng.model.dtype.itemsize
         rows.append(
             {
-                "case": f"{what} {PROMPT}" if prefill else what, "batch": batch, "threads": threads,
-                "best_s": min(seconds), "median_s": statistics.median(seconds),
+                "case": f"{what} {PROMPT}" if prefill else what,
+                "batch": batch,
+                "threads": threads,
+                "best_s": min(seconds),
+                "median_s": statistics.median(seconds),
                 "tokens_per_s": tokens / min(seconds),
-                "bytes_floor_s": distinct * size / moved, "flops_floor_s": 2 * used / done,
+                "bytes_floor_s": distinct * size / moved,
+                "flops_floor_s": 2 * used / done,
             }
-        )  # fmt: skip
+        )
     return rows
 
 

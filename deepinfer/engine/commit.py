@@ -129,10 +129,17 @@ class Emitted:
     def of(o: Outcome) -> Emitted:
         top = None if o.top is None else (o.top[0].tolist(), o.top[1].tolist())
         return Emitted(
-            o.rows.tolist(), o.count.tolist(), o.tokens.tolist(), o.logprobs.tolist(),
-            o.finite.tolist(), top, o.errors, o.drafts.tolist(), o.confidence.tolist(),
+            o.rows.tolist(),
+            o.count.tolist(),
+            o.tokens.tolist(),
+            o.logprobs.tolist(),
+            o.finite.tolist(),
+            top,
+            o.errors,
+            o.drafts.tolist(),
+            o.confidence.tolist(),
             o.survival.tolist(),
-        )  # fmt: skip
+        )
 
 
 def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) -> None:
@@ -156,7 +163,9 @@ def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) 
             break
         source = "draft" if j < count - 1 else "target"
         top = None if v.top is None else (v.top[0][e][j], v.top[1][e][j])
-        append(rt, request, v.tokens[e][j], v.logprobs[e][j], top, TokenStep(record.step, j, source))
+        append(
+            rt, request, v.tokens[e][j], v.logprobs[e][j], top, TokenStep(record.step, j, source)
+        )
         kept += 1
         if request.finished:
             break
@@ -173,15 +182,23 @@ def hold_drafts(flight: Flight, v: Emitted, landing: list[int]) -> None:
             continue
         stale = request.draft.survival if request.draft is not None else ()
         request.draft = HeldDraft(
-            request.known, tuple(v.drafts[e]), tuple(v.confidence[e]), tuple(v.survival[e]), stale,
+            request.known,
+            tuple(v.drafts[e]),
+            tuple(v.confidence[e]),
+            tuple(v.survival[e]),
+            stale,
             tuple((d.probs[e], d.logprobs[e]) for d in laws),
-        )  # fmt: skip
+        )
 
 
 def append(
-    rt: Runtime, request: Request, token: int, logprob: float, top: tuple[list, list] | None,
+    rt: Runtime,
+    request: Request,
+    token: int,
+    logprob: float,
+    top: tuple[list, list] | None,
     place: TokenStep,
-) -> None:  # fmt: skip
+) -> None:
     """One token with its log-probability and the most likely ones (values, ids) of its row; ends the request where it is the last. Raises ValueError
     for a token that is none."""
     vocab = rt.config.vocab_size
@@ -212,9 +229,7 @@ def at_eos(rt: Runtime, request: Request) -> bool:
 def stops(rt: Runtime, request: Request) -> bool:
     """Finish the request if its last token ends it."""
     p = request.params
-    if at_eos(rt, request):
-        request.finish("stop")
-    elif request.grammar is not None and request.grammar.done:
+    if at_eos(rt, request) or request.grammar is not None and request.grammar.done:
         request.finish("stop")
     elif len(request.output) >= p.max_tokens or request.known >= rt.limits.model_len:
         request.finish("length")

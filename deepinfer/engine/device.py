@@ -110,7 +110,9 @@ class WorkerDevice(Device):
         super().__init__(device, clock)
         self.host_phase = "launch"
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=serve, args=(self._jobs,), name="device", daemon=True)
+        self._thread = threading.Thread(
+            target=serve, args=(self._jobs,), name="device", daemon=True
+        )
         self._stop = weakref.finalize(self, self._jobs.put, None)
         self._thread.start()
         _WORKERS[self._thread] = weakref.ref(self)

@@ -42,7 +42,6 @@ from deepinfer.engine.settings import (
     require_invariant,
     split_settings,
 )
-from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.engine.turns import Turns, in_turn
 from deepinfer.measure.provenance import facts_of
@@ -52,7 +51,9 @@ from deepinfer.slots.protocols import SLOTS
 if TYPE_CHECKING:
     from deepinfer.measure.trace import Trace
 
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
+Prompts = (
+    str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
+)
 
 
 class Engine(InBackground):
@@ -62,10 +63,14 @@ class Engine(InBackground):
     close() frees the cache and is idempotent.
     """
 
-    def __init__(self, shared: weights.Weights, settings: EngineConfig, slots: dict[str, Any]) -> None:
+    def __init__(
+        self, shared: weights.Weights, settings: EngineConfig, slots: dict[str, Any]
+    ) -> None:
         for name, what in LATER.items():
             if getattr(settings, name):
-                raise ValueError(f"{name}={getattr(settings, name)!r}: {what} is not available yet; leave it out")
+                raise ValueError(
+                    f"{name}={getattr(settings, name)!r}: {what} is not available yet; leave it out"
+                )
         self._shared, self._settings = shared, settings
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
@@ -141,8 +146,13 @@ class Engine(InBackground):
 
     @completes(Sampling, defaults=SAMPLING)
     def generate(
-        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        progress: bool | None = None, timeout: float | None = None, salt: str | None = None,
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        timeout: float | None = None,
+        salt: str | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completions:
         """Complete prompts. out[i] belongs to input i.
@@ -168,7 +178,8 @@ class Engine(InBackground):
             for r in (r for r in requests if isinstance(r, Request)):
                 self._forget(r)
         done = Completions(
-            self._completion(i, r) if isinstance(r, Request) else failed(i, r) for i, r in enumerate(requests)
+            self._completion(i, r) if isinstance(r, Request) else failed(i, r)
+            for i, r in enumerate(requests)
         )
         done.provenance = {**self._provenance(), "sampling": sorted({repr(p) for p in each})}
         return done
@@ -180,14 +191,21 @@ class Engine(InBackground):
         with bar(sum(r.params.max_tokens for r in requests), "generate", show=progress) as shown:
             while any(not r.finished for r in requests):
                 self._step()
-                now = sum(len(r.output) if not r.finished else r.params.max_tokens for r in requests)
+                now = sum(
+                    len(r.output) if not r.finished else r.params.max_tokens for r in requests
+                )
                 shown.update(now - done)
                 done = now
 
     @completes(Sampling, defaults=SAMPLING)
     def add(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        salt: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> int:
         """Queue one prompt; returns the request id, which is `.index` of the Completion that `step`
         gives. Raises ValueError for a bad prompt or value.
@@ -242,8 +260,13 @@ class Engine(InBackground):
 
     @completes(Sampling, defaults=SAMPLING)
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-        timeout: float | None = None, salt: str | None = None, **sampling: Unpack[Sampling],
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        salt: str | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Iterator[StreamedToken]:
         """Tokens of one prompt as they are committed. Closing the iterator aborts the request.
         timeout, salt: as of `add`."""
@@ -305,7 +328,10 @@ class Engine(InBackground):
 
     @in_turn
     def logits(
-        self, token_ids: str | Sequence[int], prompt: int | None = None, chunks: Sequence[int] | None = None
+        self,
+        token_ids: str | Sequence[int],
+        prompt: int | None = None,
+        chunks: Sequence[int] | None = None,
     ) -> Tensor:
         """[t, v] teacher-forced logits in FP32 (FP64 in an FP64 engine), through cache and slots.
 
@@ -353,10 +379,16 @@ class Engine(InBackground):
         """This engine's own parts, opened: scheduler, cache, pools, slot copies, limits. Made at first
         use. Raises RuntimeError after close()."""
         if self._closed:
-            raise RuntimeError("this engine is closed: make another, or eng.with_() over the same weights")
+            raise RuntimeError(
+                "this engine is closed: make another, or eng.with_() over the same weights"
+            )
         if self._runtime is None:
             self._runtime = Runtime(
-                self._shared.model, self._settings, self._started, self._limits, self._shared.fingerprint
+                self._shared.model,
+                self._settings,
+                self._started,
+                self._limits,
+                self._shared.fingerprint,
             )
             self._runtime.stats.facts = facts_of(self)
         return self._runtime

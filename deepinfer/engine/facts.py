@@ -128,7 +128,9 @@ class EngineFacts:
         first step)."""
         from deepinfer.measure.table import Table
 
-        cache = {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
+        cache = (
+            {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
+        )
         if self._runtime is not None and self._runtime.reuse is not None:
             cache = cache | {"snapshots": self._runtime.reuse.snapshots.nbytes}
         parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
@@ -151,9 +153,13 @@ class EngineFacts:
         requests = self.requests
         if id in requests:
             return requests[id]
-        there = f"those that are: {', '.join(map(str, sorted(requests)))}" if requests else "none is"
+        there = (
+            f"those that are: {', '.join(map(str, sorted(requests)))}" if requests else "none is"
+        )
         if isinstance(id, int) and 0 <= id < (0 if self._loop is None else self._loop._count):
-            raise KeyError(f"no request {id}: it has ended and was handed out or aborted; {there} here now")
+            raise KeyError(
+                f"no request {id}: it has ended and was handed out or aborted; {there} here now"
+            )
         raise KeyError(f"no request {id!r} is waiting or running; {there}")
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -178,7 +184,9 @@ class EngineFacts:
         return trace_names(self.config, self._slots["verifier"].max_draft > 0)
 
     def __copy__(self) -> NoReturn:
-        raise TypeError("a copy would share cache and requests: use eng.with_(), which shares the weights alone")
+        raise TypeError(
+            "a copy would share cache and requests: use eng.with_(), which shares the weights alone"
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__copy__()

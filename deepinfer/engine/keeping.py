@@ -21,7 +21,8 @@ request its tail before branch and repeat. A spare one where somebody began is s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deepinfer.cache.prefix import SnapshotStore
 from deepinfer.engine.request import Request
@@ -41,7 +42,12 @@ class Keeping:
     policy's cut (0: it cuts nothing), which no hit saves either. Lengths and positions in tokens."""
 
     def __init__(
-        self, store: SnapshotStore[Snapshot], page_size: int, reserve: int, share: int, kept: int = 0
+        self,
+        store: SnapshotStore[Snapshot],
+        page_size: int,
+        reserve: int,
+        share: int,
+        kept: int = 0,
     ) -> None:
         self.store, self.page_size = store, page_size
         # A cut just above the reserve moves a bound by a page end; one far above it, by too many.

@@ -80,9 +80,16 @@ def prepare(
         draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
     top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
     return Plan(
-        context, rows, emitters, known, tuple(wanted), broken, draft,
-        put(flight.drafting, device), top,
-    ), most  # fmt: skip
+        context,
+        rows,
+        emitters,
+        known,
+        tuple(wanted),
+        broken,
+        draft,
+        put(flight.drafting, device),
+        top,
+    ), most
 
 
 def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:

@@ -54,7 +54,9 @@ def restrict(row: Tensor, allowed) -> None:
     allowed = torch.as_tensor(allowed)
     if allowed.dtype == torch.bool:
         if allowed.shape != row.shape:
-            raise ValueError(f"grammar allowed() returned a mask of shape {list(allowed.shape)}, not [{len(row)}]")
+            raise ValueError(
+                f"grammar allowed() returned a mask of shape {list(allowed.shape)}, not [{len(row)}]"
+            )
         row.copy_(allowed)
         return
     ids = allowed.to(torch.long).flatten()

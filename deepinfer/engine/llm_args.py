@@ -64,8 +64,11 @@ ARGUMENTS: tuple[Argument, ...] = (
     _used("seed", 0, "the engine's seed"),
     _used("max_model_len", None, "tokens of prompt and output; None: 4096"),
     _used("max_num_seqs", 256, "sequences of a step"),
-    _used("max_num_batched_tokens", None,
-          "rows of a step; None: max(max_model_len, 4096, max_num_seqs * (1 + drafts))"),
+    _used(
+        "max_num_batched_tokens",
+        None,
+        "rows of a step; None: max(max_model_len, 4096, max_num_seqs * (1 + drafts))",
+    ),
     _used("chunked_prefill", False, "False wants max_num_batched_tokens >= max_model_len"),
     _used("tokens_per_block", -1, "page_size; -1: the model's window, 128 for the release; or 128"),
     _used("stop_preempted_request", False, "True ends a request that gives way to others"),
@@ -86,7 +89,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     _refused("ignore_len", 128 * 2**20, "a prompt is refused where it exceeds max_model_len"),
     _refused("lookahead_tokens", 0, "a chunk may be of any length"),
     _refused("offline_inference", True, "there is no server"),
-)  # fmt: skip
+)
 
 BY_NAME = {a.name: a for a in ARGUMENTS}
 _OURS = {f.name for f in dataclasses.fields(EngineConfig)} | set(SLOTS)
@@ -206,11 +209,12 @@ def table() -> Table:
 
     rows = [
         dict(
-            argument=a.name, default=repr(a.default),
+            argument=a.name,
+            default=repr(a.default),
             here="used" if a.used else " or ".join(["default only", *map(repr, a.also)]),
             note=a.note,
         )
         for a in ARGUMENTS
-    ]  # fmt: skip
+    ]
     title = "arguments of DeepInfer's LLM and EngineArgs, and what they become here"
     return Table(rows, title=title)

@@ -128,8 +128,8 @@ def _with_named_refusals(cls: Any) -> None:
                 raise TypeError(f"SamplingParams has no field {name!r}: {hint}")
         build(self, **given)
 
-    setattr(__init__, "__signature__", inspect.signature(build))
-    setattr(cls, "__init__", __init__)
+    __init__.__signature__ = inspect.signature(build)
+    cls.__init__ = __init__
 
 
 _with_named_refusals(SamplingParams)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 # what a request has emitted so far
 SO_FAR = ("output", "logprobs", "top_logprobs", "prompt_logprobs", "steps")
-MOST_IDLE = 1000  # steps in a row without a row, while requests wait, before the scheduler is blamed
+MOST_IDLE = (
+    1000  # steps in a row without a row, while requests wait, before the scheduler is blamed
+)
 
 
 class Loop:
@@ -119,12 +121,22 @@ class Loop:
         if seed is None:
             seed = rng.request_seed(self.rt.settings.seed, self._count)
         child = dataclasses.replace(
-            parent, id=self._count, params=params, seed=seed, state="waiting", pages=[], slot=0,
-            draft=None, preemptions=0, deadline=None, finish_reason=None, error=None,
+            parent,
+            id=self._count,
+            params=params,
+            seed=seed,
+            state="waiting",
+            pages=[],
+            slot=0,
+            draft=None,
+            preemptions=0,
+            deadline=None,
+            finish_reason=None,
+            error=None,
             prefix=Prefix(parent.prefix.salt, parent.prefix.images),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             **{name: list(getattr(parent, name)) for name in SO_FAR},
-        )  # fmt: skip
+        )
         child.restart()
         return self._queue(child)
 

@@ -137,7 +137,7 @@ def _with_named_refusals(cls: type) -> type:
                 raise TypeError(_unknown(name, known))
         build(self, **given)
 
-    setattr(__init__, "__signature__", inspect.signature(build))
+    __init__.__signature__ = inspect.signature(build)
     cls.__init__ = __init__
     return cls
 
@@ -176,9 +176,7 @@ def params_list(params: Any, sampling: Any, n: int) -> list[SamplingParams]:
     TypeError for what is no SamplingParams."""
     if params is not None and sampling:
         names = ", ".join(sampling)
-        raise ValueError(
-            f"params and {names} were both given: put the fields into SamplingParams"
-        )
+        raise ValueError(f"params and {names} were both given: put the fields into SamplingParams")
     if params is None:
         params = SamplingParams(**sampling)
     if isinstance(params, SamplingParams):

@@ -68,10 +68,20 @@ class StepRecord:
         """As a table's row; times=False leaves out what a clock said. Milliseconds."""
         first = ("step", "kind", "requests", "rows", "tokens")
         rest = (
-            "prefill_rows", "decode_rows", "chunked", "verified", "accepted", "preempted",
-            "running", "waiting", "kv_usage", "state_usage", "sum_seqlen_qxk", "max_seqlen_k",
+            "prefill_rows",
+            "decode_rows",
+            "chunked",
+            "verified",
+            "accepted",
+            "preempted",
+            "running",
+            "waiting",
+            "kv_usage",
+            "state_usage",
+            "sum_seqlen_qxk",
+            "max_seqlen_k",
             "min_seqlen_k",
-        )  # fmt: skip
+        )
         out: dict[str, object] = {name: getattr(self, name) for name in first}
         if times:
             out |= {f"{phase} ms": 1e3 * s for phase, s in self.host_seconds().items()}
@@ -128,9 +138,11 @@ class RequestRecord:
     def row(self, times: bool = True) -> dict[str, object]:
         """As a table's row; times=False leaves out what a clock said. Milliseconds."""
         out: dict[str, object] = dict(
-            request=self.request, prompt_tokens=self.prompt_tokens, tokens=self.tokens,
+            request=self.request,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
             finish_reason=self.finish_reason,
-        )  # fmt: skip
+        )
         if times:
             for name, seconds in self.seconds().items():
                 out[f"{name} ms"] = None if seconds is None else 1e3 * seconds
@@ -141,9 +153,14 @@ class RequestRecord:
         """Every time of it by name."""
         p50, p90, p99 = self.itl or (None, None, None)
         return {
-            "queue": self.queue_time, "TTFT": self.ttft, "TPOT": self.tpot, "ITL p50": p50,
-            "ITL p90": p90, "ITL p99": p99, "latency": self.latency,
-        }  # fmt: skip
+            "queue": self.queue_time,
+            "TTFT": self.ttft,
+            "TPOT": self.tpot,
+            "ITL p50": p50,
+            "ITL p90": p90,
+            "ITL p99": p99,
+            "latency": self.latency,
+        }
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ A bad request costs that request only: it finishes with an error and its batch m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.text import Detokenizer

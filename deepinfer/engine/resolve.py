@@ -106,14 +106,17 @@ def known_rows(
     requests = [s.request for s in shares]
     padded = [[*d, *[-1] * (width - len(d))] for d in drafts]
     return Emitting(
-        put(at, device), put(owner, device), put(depth, device), put(first, device),
+        put(at, device),
+        put(owner, device),
+        put(depth, device),
+        put(first, device),
         put([len(d) + 1 for d in drafts], device),
         put(padded, device).view(len(shares), width),
         put([recent_ids(rt, s.request, s.stop) for s in shares], device).view(len(shares), size),
         put([s.stop for s in shares], device),
         put([len(r.output) for r in requests], device),
         held_laws(rt, requests, width),
-    )  # fmt: skip
+    )
 
 
 def held_laws(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, ...]:
@@ -180,7 +183,7 @@ def decode_rows(rt: Runtime, shares: tuple[Share, ...], before: Flight | None) -
         put([padded(d, n, -1) for d in drafts], device).view(b, n),
         put([padded(s, n, 0.0) for s in survival], device, torch.float64).view(b, n),
         held_laws(rt, requests, n),
-    )  # fmt: skip
+    )
     works = [
         Work([0], s.start, pages=r.pages, state=r.slot, plan=r.plan, logits="all")
         for r, s in zip(requests, shares)
@@ -190,9 +193,15 @@ def decode_rows(rt: Runtime, shares: tuple[Share, ...], before: Flight | None) -
     capacity = [len(s.request.pages) * rt.limits.page_size for s in shares]
     total = min(budget, b + sum(most))
     return DecodeRows(
-        frame, fresh, put(origin, device), any(o >= 0 for o in origin), put(capacity, device),
-        total, width, budget,
-    )  # fmt: skip
+        frame,
+        fresh,
+        put(origin, device),
+        any(o >= 0 for o in origin),
+        put(capacity, device),
+        total,
+        width,
+        budget,
+    )
 
 
 def padded(values: tuple, n: int, filler: float) -> list:
@@ -228,10 +237,13 @@ def carried(d: DecodeRows, before: Carried | None) -> Carried:
 
     laws = tuple(map(pick_law, before.laws, d.fresh.laws)) or d.fresh.laws
     return Carried(
-        pick(before.recent, d.fresh.recent), pick(before.length, d.fresh.length),
-        pick(before.out, d.fresh.out), pick(before.drafts, d.fresh.drafts),
-        pick(before.survival, d.fresh.survival), laws,
-    )  # fmt: skip
+        pick(before.recent, d.fresh.recent),
+        pick(before.length, d.fresh.length),
+        pick(before.out, d.fresh.out),
+        pick(before.drafts, d.fresh.drafts),
+        pick(before.survival, d.fresh.survival),
+        laws,
+    )
 
 
 def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, Emitting]:
@@ -266,13 +278,27 @@ def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, 
     batch = replace(
         d.frame,
         ids=ids[owner, place].masked_fill(padding, 0).clamp(min=0),  # never -1 into the embedding
-        positions=positions, seq=seq, rows=rows, length=start, row_set=row_set, logit_rows=row,
+        positions=positions,
+        seq=seq,
+        rows=rows,
+        length=start,
+        row_set=row_set,
+        logit_rows=row,
         lookback=ids[owner[:, None], place[:, None] - behind].masked_fill(padding[:, None], -1),
-    )  # fmt: skip
+    )
     verified = torch.arange(d.width, device=device) < rows[:, None] - 1
     drafts = now.drafts[:, : d.width].masked_fill(~verified, -1)
     emitting = Emitting(
-        None, owner, depth, first, rows, drafts, now.recent, now.length, now.out,
-        now.laws[: d.width], asked,
-    )  # fmt: skip
+        None,
+        owner,
+        depth,
+        first,
+        rows,
+        drafts,
+        now.recent,
+        now.length,
+        now.out,
+        now.laws[: d.width],
+        asked,
+    )
     return batch, emitting

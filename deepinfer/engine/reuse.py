@@ -111,9 +111,12 @@ class Reuse:
         self.cut, self.uncut = cut_of(rt.replay_plan(Prompt(longest)))
         most = snapshot_budget // max(snapshot_bytes(rt.cache, self.uncut), 1)
         self.keeping = Keeping(
-            self.snapshots, self.page_size, self.reserve, most // rt.limits.seqs,
+            self.snapshots,
+            self.page_size,
+            self.reserve,
+            most // rt.limits.seqs,
             longest - self.cut if self.cut else 0,
-        )  # fmt: skip
+        )
         self.traces: list[Trace] = []
         self.hits = 0
         self.hit_tokens = 0
@@ -138,9 +141,7 @@ class Reuse:
         mine, pages = request.prefix, tokens // self.page_size
         if len(mine.keys) < pages:
             ids = request.token_slice(0, pages * self.page_size)
-            mine.keys = self.prefix.keys(
-                ids, salt=mine.salt, images=mine.images, known=mine.keys
-            )
+            mine.keys = self.prefix.keys(ids, salt=mine.salt, images=mine.images, known=mine.keys)
         return mine.keys[:pages]
 
     # ---------------------------------------------------------------------------- how it begins
@@ -372,6 +373,4 @@ def snapshot_bytes(cache, layers: int | None = None) -> int:
     position."""
     layers = cache.config.num_hidden_layers if layers is None else layers
     window = max(s.window for s in cache.specs)
-    return sum(
-        window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers]
-    )
+    return sum(window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers])

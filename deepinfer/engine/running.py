@@ -1,9 +1,9 @@
 """Running: a request that a background engine runs, to wait for, read from, or end.
 
-    running.result()                   # a Completion, once it has finished
-    for token in running: ...          # StreamedTokens as they are committed
-    await running                      # the same two in any event loop, which goes on meanwhile
-    async for token in running: ...
+running.result()                   # a Completion, once it has finished
+for token in running: ...          # StreamedTokens as they are committed
+await running                      # the same two in any event loop, which goes on meanwhile
+async for token in running: ...
 """
 
 from __future__ import annotations

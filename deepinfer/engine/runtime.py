@@ -65,7 +65,11 @@ class Limits:
         page = settings.page_size or config.sliding_window
         for ratio in sorted(set(config.compress_ratios) - {0}):
             if page % ratio:
-                asked = "" if settings.page_size else " (the sliding window, where page_size is not given)"
+                asked = (
+                    ""
+                    if settings.page_size
+                    else " (the sliding window, where page_size is not given)"
+                )
                 raise ValueError(
                     f"page_size={page}{asked} is no multiple of compress ratio {ratio}: entries would straddle pages"
                 )
@@ -80,21 +84,36 @@ def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> 
     fidelity 0, which rounds nothing. One state slot more than sequences: for teacher-forced passes."""
     packed = device.type != "cpu" if settings.packed_cache is None else settings.packed_cache
     return CacheSize(
-        limits.pages, limits.seqs + 1, limits.page_size, limits.backtracking, packed and settings.fidelity >= 1
+        limits.pages,
+        limits.seqs + 1,
+        limits.page_size,
+        limits.backtracking,
+        packed and settings.fidelity >= 1,
     )
 
 
 def make_cache(
-    config: ModelConfig, settings: EngineConfig, slots: dict[str, Any], limits: Limits,
-    dtype: torch.dtype, device: torch.device, on: torch.device | None = None,
+    config: ModelConfig,
+    settings: EngineConfig,
+    slots: dict[str, Any],
+    limits: Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+    on: torch.device | None = None,
 ) -> KVCache:
     """The cache of an engine; `on` a meta device only its sizes."""
     specs = [slots["attention"].kv_spec(config, i) for i in range(len(config.compress_ratios))]
-    return KVCache(config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device)
+    return KVCache(
+        config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device
+    )
 
 
 def cache_bytes(
-    config: ModelConfig, settings: EngineConfig, slots: dict[str, Any], dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    settings: EngineConfig,
+    slots: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, int]:
     """Bytes by component of the cache an engine would make, without taking them."""
     limits = Limits.of(settings, config, slots["verifier"].max_draft)
@@ -124,8 +143,11 @@ def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> i
 def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:
     """The engine's own copies of the slot objects."""
     info = EngineInfo(
-        config=model.config, device=model.device, dtype=model.dtype,
-        max_num_seqs=settings.max_num_seqs, seed=settings.seed,
+        config=model.config,
+        device=model.device,
+        dtype=model.dtype,
+        max_num_seqs=settings.max_num_seqs,
+        seed=settings.seed,
     )
     return {name: registry.start(slots[name], info) for name in SLOTS}
 
@@ -134,9 +156,13 @@ class Runtime:
     """Everything of an engine that is not weights or settings. identity: of the weights."""
 
     def __init__(
-        self, model: Model, settings: EngineConfig, slots: dict[str, Any], limits: Limits,
+        self,
+        model: Model,
+        settings: EngineConfig,
+        slots: dict[str, Any],
+        limits: Limits,
         identity: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.settings = model, settings
         self.config = model.config
         self.slots, self.limits = slots, limits
@@ -144,20 +170,29 @@ class Runtime:
         self.stats = Stats(clock=device_clock(model.device))
         self.device = make_device(model.device, self.stats.clock, settings.overlap)
         require(
-            "the cache", cache_bytes(self.config, settings, self.slots, model.dtype, model.device), model.device,
+            "the cache",
+            cache_bytes(self.config, settings, self.slots, model.dtype, model.device),
+            model.device,
             "Lower max_num_seqs, max_model_len or num_pages.",
         )
         self.pages = PageManager(self.limits.pages)
         self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
-        self.cache = make_cache(self.config, settings, self.slots, self.limits, model.dtype, model.device)
+        self.cache = make_cache(
+            self.config, settings, self.slots, self.limits, model.dtype, model.device
+        )
         self._told_of_little = False
         self.reuse: Reuse | None = None
         if settings.prefix_cache:
             self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
             self._warn_of_no_reuse()
         self.room = Room(
-            self.pages, self.states, self.stats, page_size=self.limits.page_size,
-            max_num_seqs=self.limits.seqs, max_rows=self.limits.rows, lookahead=self.limits.lookahead,
+            self.pages,
+            self.states,
+            self.stats,
+            page_size=self.limits.page_size,
+            max_num_seqs=self.limits.seqs,
+            max_rows=self.limits.rows,
+            lookahead=self.limits.lookahead,
             reuse=self.reuse,
         )
         self.scheduler = scheduler.resolve(settings.scheduler).start(self.room)
@@ -239,13 +274,22 @@ class Runtime:
         return self._ops
 
     def context(
-        self, batch: Batch, tap: Tap | None = None, window_sink: WindowSink | None = None,
+        self,
+        batch: Batch,
+        tap: Tap | None = None,
+        window_sink: WindowSink | None = None,
         row_check: RowCheck | None = None,
-    ) -> ForwardContext:  # fmt: skip
+    ) -> ForwardContext:
         return ForwardContext(
-            config=self.config, batch=batch, ops=self.ops, attention=self.attention,
-            experts=self.slots["experts"], cache=self.cache, fidelity=self.settings.fidelity,
-            drafter=self.verifier.max_draft > 0, tap=tap, window_sink=window_sink,
+            config=self.config,
+            batch=batch,
+            ops=self.ops,
+            attention=self.attention,
+            experts=self.slots["experts"],
+            cache=self.cache,
+            fidelity=self.settings.fidelity,
+            drafter=self.verifier.max_draft > 0,
+            tap=tap,
+            window_sink=window_sink,
             row_check=row_check,
         )
-

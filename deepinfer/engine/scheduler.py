@@ -340,13 +340,19 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
         laws = [
             (r.state == "running", f"is {r.state}"),
             (r.id not in seen, "is listed twice"),
-            (s.start == r.computed < s.stop <= r.length,
-             f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens"),
-            ((s.emits, s.decode) == (true.emits, true.decode),
-             f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows"),
-            (room.pages_of(written) <= len(r.pages),
-             f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to"),
-        ]  # fmt: skip
+            (
+                s.start == r.computed < s.stop <= r.length,
+                f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens",
+            ),
+            (
+                (s.emits, s.decode) == (true.emits, true.decode),
+                f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows",
+            ),
+            (
+                room.pages_of(written) <= len(r.pages),
+                f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to",
+            ),
+        ]
         for holds, broken in laws:
             if not holds:
                 raise ValueError(f"{scheduler!r} scheduled request {r.id}, which {broken}")

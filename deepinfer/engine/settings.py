@@ -17,12 +17,17 @@ from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
 DEFAULT_SLOTS = {
-    "attention": "csa2", "experts": "local", "verifier": "off",
-    "replay": "exact", "sampler": "philox", "grammar": "none",
+    "attention": "csa2",
+    "experts": "local",
+    "verifier": "off",
+    "replay": "exact",
+    "sampler": "philox",
+    "grammar": "none",
 }
 DEFAULTS: dict[str, Any] = {
-    **DEFAULT_SLOTS, **{f.name: f.default for f in dataclasses.fields(EngineConfig)}
-}  # fmt: skip
+    **DEFAULT_SLOTS,
+    **{f.name: f.default for f in dataclasses.fields(EngineConfig)},
+}
 LATER: dict[str, str] = {}  # settings that no engine has yet, with what they will do
 
 
@@ -67,7 +72,11 @@ def split_settings(
     for name in given:
         if name not in fields and name not in SLOTS:
             close = difflib.get_close_matches(name, [*fields, *SLOTS], 1, NEAR)
-            hint = f"did you mean {close[0]!r}?" if close else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"slots: {', '.join(SLOTS)}; settings: {', '.join(sorted(fields))}"
+            )
             raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
     settings = {k: v for k, v in given.items() if k in fields}
     if not isinstance(settings.get("scheduler", ""), str):  # an engine's is a copy of its own
@@ -115,11 +124,11 @@ def placement(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
             "'cuda:1' and so on"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
+        raise ValueError(
+            f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ValueError(f"device={config.device!r}: torch sees {count} CUDA devices, from cuda:0")
-    dtype = config.dtype or (
-        (default_dtype() or "float32") if device.type == "cpu" else "bfloat16"
-    )
+    dtype = config.dtype or ((default_dtype() or "float32") if device.type == "cpu" else "bfloat16")
     return device, getattr(torch, dtype)

@@ -142,7 +142,11 @@ class Stats:
         record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
 
     def ran(
-        self, record: StepRecord, kind: str, shares: Sequence[Share], drafts: Sequence[Sized],
+        self,
+        record: StepRecord,
+        kind: str,
+        shares: Sequence[Share],
+        drafts: Sequence[Sized],
         max_rows: int,
     ) -> None:
         """What this step ran: shares with their verified drafts; max_rows: most rows of a step."""
@@ -197,7 +201,9 @@ class Stats:
         """The step, the last one begun, ran nothing: it is not recorded. One that failed: `recover`."""
         self._host.turn(None)
         self._preempted -= record.preempted
-        while self._marks and self._marks[-1][0] is record:  # never walked: a thread may add its own
+        while (
+            self._marks and self._marks[-1][0] is record
+        ):  # never walked: a thread may add its own
             self._marks.pop()
 
     def recover(self) -> None:

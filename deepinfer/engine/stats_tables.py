@@ -21,10 +21,23 @@ if TYPE_CHECKING:
 
 FORMAT = "deepinfer.Stats/1"
 TOTALS = (
-    "steps", "prefill_steps", "decode_steps", "mixed_steps", "prefill_rows", "decode_rows",
-    "tokens", "requests", "prompt_tokens", "cached_tokens", "preemptions", "sum_seqlen_qxk",
-    "max_seqlen_k", "peak_running", "peak_waiting", "peak_kv_usage",
-)  # fmt: skip
+    "steps",
+    "prefill_steps",
+    "decode_steps",
+    "mixed_steps",
+    "prefill_rows",
+    "decode_rows",
+    "tokens",
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "preemptions",
+    "sum_seqlen_qxk",
+    "max_seqlen_k",
+    "peak_running",
+    "peak_waiting",
+    "peak_kv_usage",
+)
 RARE = ("mixed_steps", "preemptions", "cached_tokens")  # shown once they happened
 
 
@@ -122,9 +135,14 @@ def speeds_of_all(stats: Stats) -> dict[tuple[str, str], float | None]:
     """What the totals say."""
     anchors = stats.decode_rows - sum(stats.drafted.values())
     return speeds(
-        stats.steps, stats.tokens, stats.prefill_rows, anchors + sum(stats.accepted.values()),
-        stats.seconds, stats.host_seconds, stats.device_seconds,
-    )  # fmt: skip
+        stats.steps,
+        stats.tokens,
+        stats.prefill_rows,
+        anchors + sum(stats.accepted.values()),
+        stats.seconds,
+        stats.host_seconds,
+        stats.device_seconds,
+    )
 
 
 def speeds_of_last(stats: Stats, last: int) -> dict[tuple[str, str], float | None]:
@@ -140,10 +158,14 @@ def speeds_of_last(stats: Stats, last: int) -> dict[tuple[str, str], float | Non
             host[phase] = host.get(phase, 0.0) + spent
         before = r
     return speeds(
-        len(held), sum(r.tokens for r in held), sum(r.prefill_rows for r in held),
-        sum(r.decode_rows - r.verified + r.accepted for r in held), seconds, host,
+        len(held),
+        sum(r.tokens for r in held),
+        sum(r.prefill_rows for r in held),
+        sum(r.decode_rows - r.verified + r.accepted for r in held),
+        seconds,
+        host,
         sum(r.device_seconds for r in held),
-    )  # fmt: skip
+    )
 
 
 def speeds(steps, tokens, prefill_rows, decode_tokens, seconds, host, device) -> dict:

@@ -82,7 +82,9 @@ def sample(
     dist = rt.sampler.distribution(chosen, params, mask)
     sampled = rt.sampler.draw(dist, keys)
     expect(dist.probs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (probs)", True)
-    expect(dist.logprobs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (logprobs)", True)
+    expect(
+        dist.logprobs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (logprobs)", True
+    )
     expect(dist.finite, (q,), f"sampler {rt.sampler!r}.distribution (finite)")
     expect(sampled.tokens, (q,), f"sampler {rt.sampler!r}.draw (tokens)", False)
     target = Target(dist, sampled, e.target_rows(), keys)
@@ -152,14 +154,26 @@ def propose(
     rows = RowSet(positions, batch.seq, batch.row_set.first, positions)
     batch = replace(batch, ids=tokens, positions=positions, length=positions, row_set=rows)
     return rt.model.drafter.propose(
-        tokens, positions, rt.verifier.max_draft, replace(plan.draft, batch=batch), rt.sampler,
-        params, RowKeys(seeds, out[at]), rt.verifier.rule == "rejection",
-    )  # fmt: skip
+        tokens,
+        positions,
+        rt.verifier.max_draft,
+        replace(plan.draft, batch=batch),
+        rt.sampler,
+        params,
+        RowKeys(seeds, out[at]),
+        rt.verifier.rule == "rejection",
+    )
 
 
 def outcome(
-    plan: Plan, e: Emitting, accepted: Accepted | None, target: Target | None, carried: Carried,
-    confidence: Tensor, prompt: dict, errors: dict[int, Exception],
+    plan: Plan,
+    e: Emitting,
+    accepted: Accepted | None,
+    target: Target | None,
+    carried: Carried,
+    confidence: Tensor,
+    prompt: dict,
+    errors: dict[int, Exception],
 ) -> Outcome:
     """What the commit reads, on its way to the host."""
     none = e.drafts[:0]
@@ -173,8 +187,17 @@ def outcome(
             values, ids = target.dist.logprobs[at].sort(descending=True, stable=True)
             top = to_host(values[..., : plan.top]), to_host(ids[..., : plan.top])
     return Outcome(
-        to_host(e.rows), None if e.asked is None else to_host(e.asked), to_host(count),
-        to_host(tokens), to_host(logprobs), to_host(finite), top, to_host(carried.drafts),
-        to_host(confidence), to_host(carried.survival), prompt,
-        None if plan.broken is None else to_host(plan.broken.lowest), errors,
-    )  # fmt: skip
+        to_host(e.rows),
+        None if e.asked is None else to_host(e.asked),
+        to_host(count),
+        to_host(tokens),
+        to_host(logprobs),
+        to_host(finite),
+        top,
+        to_host(carried.drafts),
+        to_host(confidence),
+        to_host(carried.survival),
+        prompt,
+        None if plan.broken is None else to_host(plan.broken.lowest),
+        errors,
+    )

@@ -53,7 +53,9 @@ def chunk_sizes(total: int, prompt: int, chunks: list[int] | None, most: int) ->
         cuts = [*range(0, prompt, most), *range(prompt, total, most), total]
         return [b - a for a, b in zip(cuts, cuts[1:])]
     if sum(chunks) != total or any(c < 0 for c in chunks):
-        raise ValueError(f"chunks={chunks} are {sum(chunks)} rows, the ids are {total}: give rows per step")
+        raise ValueError(
+            f"chunks={chunks} are {sum(chunks)} rows, the ids are {total}: give rows per step"
+        )
     return list(chunks)
 
 
@@ -65,11 +67,18 @@ def _chunks(rt: Runtime, ids, prompt, sizes, plan: ReplayPlan, pages, slot, tap_
             continue
         before = ids[max(start - back, 0) : start]
         work = Work(ids[start : start + size], start, before, pages, slot, plan, "all")
-        batch = build([work], rt.config, rt.model.device, decode=start >= prompt and size <= rt.limits.backtracking)
+        batch = build(
+            [work],
+            rt.config,
+            rt.model.device,
+            decode=start >= prompt and size <= rt.limits.backtracking,
+        )
         tap: Tap | None = None if tap_of is None else tap_of(batch)
         logits = rt.model(rt.context(batch, tap)).logits
         dropped = size - logits.shape[0]
-        if plan.exact and plan.rows_from[-1]:  # of prompt rows it promises the last one's numbers only
+        if (
+            plan.exact and plan.rows_from[-1]
+        ):  # of prompt rows it promises the last one's numbers only
             logits[: max(min(prompt - 1, start + size) - start - dropped, 0)] = math.nan
         yield torch.cat([logits.new_full((dropped, vocab), math.nan), logits])
         start += size
@@ -169,7 +178,9 @@ class Scores:
             for i, s in enumerate(self.items)
         ]
         together = f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}"
-        return Table(rows, title=f"{counted(len(rows), 'text')}: {together}", provenance=self.provenance)
+        return Table(
+            rows, title=f"{counted(len(rows), 'text')}: {together}", provenance=self.provenance
+        )
 
     def __len__(self) -> int:
         return len(self.items)

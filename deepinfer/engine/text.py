@@ -51,14 +51,18 @@ def encode_prompt(engine, prompt: Any) -> list[int]:
     else:
         ids = items_of(prompt, "a prompt is a string or a list of token ids")
     if not ids:
-        raise ValueError("the prompt is empty: give at least one token id (text always has the bos)")
+        raise ValueError(
+            "the prompt is empty: give at least one token id (text always has the bos)"
+        )
     vocab = engine.config.vocab_size
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             found = f"{reprlib.repr(token)} ({type(token).__name__})"
             raise ValueError(f"prompt[{i}] is {found}: token ids are integers")
         if not 0 <= token < vocab:
-            raise ValueError(f"prompt[{i}] is {int(token)}: token ids of this model are 0..{vocab - 1}")
+            raise ValueError(
+                f"prompt[{i}] is {int(token)}: token ids of this model are 0..{vocab - 1}"
+            )
     return [int(t) for t in ids]
 
 
@@ -100,7 +104,9 @@ class Detokenizer:
         return self._stream.step(self._tokenizer, token) or ""
 
     def all(self, ids: list[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        return (
+            "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        )
 
 
 def token_bytes(tokenizer: Any, vocab: int) -> list[bytes]:

@@ -52,9 +52,12 @@ class Timeline:
     """
 
     def __init__(
-        self, records: Iterable[StepRecord], cut: Iterable[StepRecord] = (), *,
+        self,
+        records: Iterable[StepRecord],
+        cut: Iterable[StepRecord] = (),
+        *,
         facts: Callable[[], dict[str, object]] = dict,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._facts = facts
         self.records: tuple[StepRecord, ...] = tuple(records)
         self._cut: tuple[StepRecord, ...] = tuple(cut)
@@ -137,12 +140,17 @@ class Timeline:
         """Lanes, gaps (seconds since the first step began) and sums; also written to a file."""
         whole = {
             "format": FORMAT,
-            "span": self.span, "busy": self.busy, "idle": self.idle, "no_work": self.no_work,
-            "others": self.others, "idle_share": self.idle_share, "idle_by_cause": self.idle_by_cause,
+            "span": self.span,
+            "busy": self.busy,
+            "idle": self.idle,
+            "no_work": self.no_work,
+            "others": self.others,
+            "idle_share": self.idle_share,
+            "idle_by_cause": self.idle_by_cause,
             "host": [s._asdict() for s in self.host],
             "device": [s._asdict() for s in self.device],
             "gaps": [s._asdict() for s in self.gaps],
-        }  # fmt: skip
+        }
         return _written(json.dumps(whole, allow_nan=False) + "\n", path)
 
     def to_chrome_trace(self, path: str | Path | None = None) -> str:
@@ -153,10 +161,16 @@ class Timeline:
             lane = {"pid": 1, "tid": number}
             events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": name}})
             events += [
-                {"ph": "X", "name": s.what, "ts": 1e6 * s.start, "dur": 1e6 * s.seconds, **lane,
-                 "args": {"step": s.step}}
+                {
+                    "ph": "X",
+                    "name": s.what,
+                    "ts": 1e6 * s.start,
+                    "dur": 1e6 * s.seconds,
+                    **lane,
+                    "args": {"step": s.step},
+                }
                 for s in spans
-            ]  # fmt: skip
+            ]
         return _written(json.dumps({"traceEvents": events}, allow_nan=False) + "\n", path)
 
     # -- showing ---------------------------------------------------------------------------------
@@ -183,7 +197,8 @@ class Timeline:
         pauses = self._pauses()
         others = sorted(
             Span(a - self._origin, b - self._origin, OTHERS, r.step)
-            for r in self._cut for _, a, b in r.device
+            for r in self._cut
+            for _, a, b in r.device
         )
         work = [(s.start, s.stop, s.step) for s in self.device]
         edges = [(0.0, 0.0, -1), *work, (self.span, self.span, -1)]

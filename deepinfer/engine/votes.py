@@ -81,7 +81,10 @@ class DataParallel:
     """
 
     def __init__(
-        self, inner: FCFS | None = None, gather: Gather = alone, votes: DataParallelVotes | None = None,
+        self,
+        inner: FCFS | None = None,
+        gather: Gather = alone,
+        votes: DataParallelVotes | None = None,
         full: float = 0.9,
     ) -> None:
         self.inner, self.gather = inner or FCFS(), gather

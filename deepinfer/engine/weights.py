@@ -57,7 +57,12 @@ class Weights:
 
 
 def from_checkpoint(
-    checkpoint: Any, *, dtype: torch.dtype, device: torch.device, source: str, keep_quantised: bool = False
+    checkpoint: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: str,
+    keep_quantised: bool = False,
 ) -> Weights:
     """Load an opened checkpoint (on disk or in memory) into a new model."""
     with torch.device("meta"):
@@ -108,7 +113,9 @@ def file_digest(path: Path) -> bytes:
 # ------------------------------------------------------------------------------------- what fits
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, keep_quantised: bool = False) -> dict[str, int]:
+def weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, keep_quantised: bool = False
+) -> dict[str, int]:
     """Bytes by component of the text model's weights held in `dtype` (FP32 ones stay FP32, quantised
     ones as stored with keep_quantised)."""
     total: Counter[str] = Counter()

@@ -11,7 +11,7 @@ itself, greedily, and the first token that differs is reported with a's margin t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from deepinfer.measure.comparison import Comparison, Pair, pair
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine, Prompts
+
 
 def compare(
     a: Engine,
@@ -183,5 +184,3 @@ def forced(clock: Clock, ids: list[int], prompt: int, i: int) -> Tensor:
             f"compare: logits of prompt {i}, position {row} are not finite in {clock.engine!r}"
         )
     return logits
-
-

@@ -21,10 +21,18 @@ METRICS = ("mean_dlogit", "kl", "agreement")
 PARTS = ("all", "prompt", "continuation")
 ROWS_AT_ONCE = 64  # of [rows, vocabulary] in float64: 66 MB at the released vocabulary
 COLUMNS = (
-    "engine", "changes", "prompts", "rows", "dropped", "max_dlogit", *METRICS,
-    "texts_differ", "first_diff", "margin",
+    "engine",
+    "changes",
+    "prompts",
+    "rows",
+    "dropped",
+    "max_dlogit",
+    *METRICS,
+    "texts_differ",
+    "first_diff",
+    "margin",
     *(f"{m}_{end}" for m in METRICS for end in ("low", "high")),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,9 @@ class Comparison:
         ]
         self._facts = of_engine(a) | dict(
             engines={name: of_engine(engine) for name, engine in engines.items()},
-            changes=dict(self.changes), bootstrap_seed=SEED,
-        )  # fmt: skip
+            changes=dict(self.changes),
+            bootstrap_seed=SEED,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,11 +178,13 @@ class Comparison:
         kept = [p.compared & m for p, m in zip(pairs, masks, strict=True)]
         largest = [p.largest(k) for p, k in zip(pairs, kept, strict=True) if k.any()]
         out: dict[str, Any] = dict(
-            engine=name, changes=self.changes[name], prompts=len(pairs),
+            engine=name,
+            changes=self.changes[name],
+            prompts=len(pairs),
             rows=sum(int(k.sum()) for k in kept),
             dropped=sum(int((m & ~k).sum()) for m, k in zip(masks, kept, strict=True)),
             max_dlogit=max(largest, default=None),
-        )  # fmt: skip
+        )
         for metric in METRICS:
             e = self.estimate(name, metric, rows)
             out |= {metric: e.value, f"{metric}_low": e.low, f"{metric}_high": e.high}
@@ -187,8 +198,12 @@ class Comparison:
         """One row an engine and prompt."""
         lines = [
             dict(
-                engine=name, prompt=i, tokens=p.prompt, continuation=len(p.text_a),
-                rows=int(p.compared.sum()), dropped=int((~p.compared).sum()),
+                engine=name,
+                prompt=i,
+                tokens=p.prompt,
+                continuation=len(p.text_a),
+                rows=int(p.compared.sum()),
+                dropped=int((~p.compared).sum()),
                 max_dlogit=p.largest(p.compared) if p.compared.any() else None,
                 **{m: _nan_to_none(p.values[m].nanmean()) for m in METRICS},
                 first_diff=p.first,
@@ -198,7 +213,7 @@ class Comparison:
             )
             for name, pairs in self.pairs.items()
             for i, p in enumerate(pairs)
-        ]  # fmt: skip
+        ]
         return Table(lines, title="compared with a, by prompt", provenance=self._facts)
 
     @property
@@ -211,9 +226,13 @@ class Comparison:
                 chose = p.part("continuation").tolist()
                 for t in range(p.rows):
                     row = dict(
-                        engine=name, prompt=i, position=t, part=PARTS[1 + chose[t]],
-                        top_a=int(p.top_a[t]), top_b=int(p.top_b[t]),
-                    )  # fmt: skip
+                        engine=name,
+                        prompt=i,
+                        position=t,
+                        part=PARTS[1 + chose[t]],
+                        top_a=int(p.top_a[t]),
+                        top_b=int(p.top_b[t]),
+                    )
                     lines.append(
                         row | {m: None if v[t] != v[t] else v[t] for m, v in columns.items()}
                     )
@@ -231,11 +250,14 @@ class Comparison:
             apart = ratio([(u - v, m) for u, v, m in each])
             lines.append(
                 dict(
-                    metric=metric, x=ratio([(u, m) for u, _, m in each]).value,
+                    metric=metric,
+                    x=ratio([(u, m) for u, _, m in each]).value,
                     y=ratio([(v, m) for _, v, m in each]).value,
-                    difference=apart.value, low=apart.low, high=apart.high,
+                    difference=apart.value,
+                    low=apart.low,
+                    high=apart.high,
                 )
-            )  # fmt: skip
+            )
         return Table(lines, title=f"x: {x}, y: {y}; paired over prompts", provenance=self._facts)
 
     def speed(self) -> Table:

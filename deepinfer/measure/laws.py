@@ -41,9 +41,11 @@ class LawError:
         for name in ("kl", "dlogprob"):
             out |= {name: float(getattr(self, name).mean()), **tails(name, getattr(self, name))}
         return out | dict(
-            agreement=float(self.agreement.mean()), perplexity_ratio=self.perplexity_ratio,
-            nats_p=float(self.nats_p.sum()), nats_q=float(self.nats_q.sum()),
-        )  # fmt: skip
+            agreement=float(self.agreement.mean()),
+            perplexity_ratio=self.perplexity_ratio,
+            nats_p=float(self.nats_p.sum()),
+            nats_q=float(self.nats_q.sum()),
+        )
 
 
 def tails(name: str, values: Tensor) -> dict[str, float]:

@@ -62,9 +62,13 @@ def facts_of(eng: EngineFacts) -> Facts:
 
 
 def _facts(
-    weights: str, config: ModelConfig, slots: Mapping[str, object], chosen: EngineConfig,
-    device: str, dtype: str,
-) -> dict[str, object]:  # fmt: skip
+    weights: str,
+    config: ModelConfig,
+    slots: Mapping[str, object],
+    chosen: EngineConfig,
+    device: str,
+    dtype: str,
+) -> dict[str, object]:
     settings = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
     if not isinstance(chosen.scheduler, str):
         settings["scheduler"] = repr(chosen.scheduler)

@@ -100,12 +100,15 @@ class AttentionLayer(nn.Module):
         own_index, index = record(f"{name}.index_keys", index, spec.index_format, keys, ctx)
         batch, cache = ctx.batch, ctx.cache
         per_page = 1 if cache is None else cache.entries_per_page(r)
-        own_start = keys.start if batch.write_from is None else torch.maximum(keys.start, batch.write_from)
+        own_start = (
+            keys.start if batch.write_from is None else torch.maximum(keys.start, batch.write_from)
+        )
         stored_entry = None if cache is None else cache.entries[self.layer]
         stored_index = None if cache is None else cache.index_keys[self.layer]
         if cache is not None:
             places = ctx.once(
-                ("entry writes", id(keys), r), lambda: entry_writes(batch, keys, own_start, r, per_page)
+                ("entry writes", id(keys), r),
+                lambda: entry_writes(batch, keys, own_start, r, per_page),
             )
             store(stored_entry, places, entry, own_entry)
             store(stored_index, places, index, own_index)
@@ -123,7 +126,9 @@ class AttentionLayer(nn.Module):
 
     # ---------------------------------------------------------------------------------- index
 
-    def index_query(self, x: Tensor, qa: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> IndexQuery:
+    def index_query(
+        self, x: Tensor, qa: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext
+    ) -> IndexQuery:
         c = ctx.config
         x, qa = x.detach(), qa.detach()  # as the index keys: see source_kv
         query = self.indexer.wq_b(qa, ctx).view(-1, c.index_n_heads, c.index_head_dim)
@@ -135,7 +140,13 @@ class AttentionLayer(nn.Module):
     # ---------------------------------------------------------------------------------- forward
 
     def forward(
-        self, x: Tensor, rows: Rows, name: str, ctx: ForwardContext, cut: Cut | None, plan: AttnPlan | None
+        self,
+        x: Tensor,
+        rows: Rows,
+        name: str,
+        ctx: ForwardContext,
+        cut: Cut | None,
+        plan: AttnPlan | None,
     ) -> tuple[Tensor, Rows]:
         """x [t, d] normed input of the entering rows -> (y [t', d], rows that go on).
 
@@ -155,7 +166,11 @@ class AttentionLayer(nn.Module):
             x, cos, sin = x[cut.keep], cos[cut.keep], sin[cut.keep]
         stored = None if ctx.cache is None else ctx.cache.windows[self.layer]
         window = ctx.records(stored, own)
-        kv = LayerKV(window) if rows.kv is None or self.ratio == 0 else replace(rows.kv, window=window)
+        kv = (
+            LayerKV(window)
+            if rows.kv is None or self.ratio == 0
+            else replace(rows.kv, window=window)
+        )
         shared = plan if plan is not None else ctx.plan(self.layer, keys, rows.set)
 
         qa = self.q_norm(self.wq_a(x, ctx), ctx)
@@ -176,10 +191,14 @@ class AttentionLayer(nn.Module):
         z = ctx.ops.group_linear(grouped, self.wo_a.weight, act=ctx.act)
         return self.wo_b(z.flatten(1), ctx), rows
 
-    def _select(self, x, qa, cos, sin, rows: Rows, kv: LayerKV, info: LayerInfo, plan: AttnPlan, ctx) -> Rows:
+    def _select(
+        self, x, qa, cos, sin, rows: Rows, kv: LayerKV, info: LayerInfo, plan: AttnPlan, ctx
+    ) -> Rows:
         carried = rows.selected
         who = f"attention {type(ctx.attention).__name__}.select"
-        picked = ctx.attention.select(info, self.index_query(x, qa, cos, sin, ctx), kv, plan, carried)
+        picked = ctx.attention.select(
+            info, self.index_query(x, qa, cos, sin, ctx), kv, plan, carried
+        )
         expect_record(picked, Selected, who)
         expect(picked.ids, (rows.set.count, *picked.ids.shape[1:2]), f"{who} (ids)", False)
         ids = ctx.see(f"{info.name}.selected", picked.ids, rows.set)

@@ -49,7 +49,8 @@ class Compressor(nn.Module):
         records = ctx.records(ring, token)
         stored = ring.count if ring is not None and ctx.batch.has_history else 0
         places = ctx.once(
-            ("group places", id(keys), self.ratio), lambda: group_places(ctx, keys, self.ratio, stored)
+            ("group places", id(keys), self.ratio),
+            lambda: group_places(ctx, keys, self.ratio, stored),
         )
         groups = records.gather(places)
         if ring is not None:

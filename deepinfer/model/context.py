@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -75,10 +75,13 @@ class ForwardContext:
     def angles(self, rows: RowSet, compressed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin [t, r/2] at the rows' positions for a window-only or a compressed layer."""
         return self.once(
-            ("angles", id(rows), compressed), lambda: self.angles_at(rows.positions, compressed, dtype)
+            ("angles", id(rows), compressed),
+            lambda: self.angles_at(rows.positions, compressed, dtype),
         )
 
-    def angles_at(self, positions: Tensor, compressed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles_at(
+        self, positions: Tensor, compressed: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         c, acc = self.config, torch.promote_types(dtype, torch.float32)
 
         def make() -> Tensor:

@@ -15,8 +15,9 @@ sequences as one forward made them, which a gradient can pass (training, one-sho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Iterator, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,14 @@ from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm, Weight
 from deepinfer.model.stack import Layer, Model
 from deepinfer.slots.protocols import (
-    AttnPlan, Batch, Draft, RowKeys, RowParams, Rows, RowSet, Sampler,
+    AttnPlan,
+    Batch,
+    Draft,
+    RowKeys,
+    RowParams,
+    Rows,
+    RowSet,
+    Sampler,
 )
 
 
@@ -46,7 +54,9 @@ class DraftLayer(Layer):
         c = config
         super().__init__(c, c.num_hidden_layers + i, draft=True)
         if i == 0:
-            self.main_proj = Linear(len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, rounded=True)
+            self.main_proj = Linear(
+                len(c.dspark_target_layer_ids) * c.hidden_size, c.hidden_size, rounded=True
+            )
             self.main_norm = Norm(c.hidden_size)
         if i == c.num_nextn_predict_layers - 1:
             self.norm = Norm(c.hidden_size)
@@ -127,7 +137,11 @@ class Drafter:
         return SequenceContext(windows, total // sequences)
 
     def block_context(
-        self, context: SequenceContext, seqs: Tensor, tokens: Tensor, positions: Tensor,
+        self,
+        context: SequenceContext,
+        seqs: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
         ctx: ForwardContext,
     ) -> ForwardContext:
         """The ForwardContext of one draft step over whole sequences, for `states`.
@@ -140,9 +154,17 @@ class Drafter:
         own = torch.arange(b, device=tokens.device)
         none = own.new_zeros(0)
         batch = Batch(
-            ids=tokens, positions=positions, seq=own, rows=torch.ones_like(own), length=positions,
-            pages=own.new_zeros(b, 1), state=seqs, lookback=own.new_full((b, back), -1),
-            logit_rows=none, row_set=RowSet(positions, own, own, positions), reach=context.ring,
+            ids=tokens,
+            positions=positions,
+            seq=own,
+            rows=torch.ones_like(own),
+            length=positions,
+            pages=own.new_zeros(b, 1),
+            state=seqs,
+            lookback=own.new_full((b, back), -1),
+            logit_rows=none,
+            row_set=RowSet(positions, own, own, positions),
+            reach=context.ring,
             max_rows=1,
         )
         # Frequencies are the model's; all else that layers share belongs to the rows of one step.
@@ -163,12 +185,16 @@ class Drafter:
         seq = torch.arange(b, device=device).repeat_interleave(n)
         rows = RowSet(at.flatten(), seq, first, positions)
         streams = self.model.embed_rows(ids.flatten())
-        lookback = torch.full((b * n, c.engram_max_ngram_size - 1), -1, dtype=torch.long, device=device)
-        return Rows(rows, streams, mhc.first_pre(b * n, c.hc_mult, streams), ids.flatten(), lookback)
+        lookback = torch.full(
+            (b * n, c.engram_max_ngram_size - 1), -1, dtype=torch.long, device=device
+        )
+        return Rows(
+            rows, streams, mhc.first_pre(b * n, c.hc_mult, streams), ids.flatten(), lookback
+        )
 
     def block_plan(self, rows: RowSet, positions: Tensor, n: int, ctx: ForwardContext) -> AttnPlan:
         """Every row of a block sees the W context positions before it and the whole block."""
-        device, b = positions.device, positions.shape[0]
+        device = positions.device
         width = min(self.model.config.sliding_window, max(ctx.batch.reach, 1))
         context = positions[:, None] - torch.arange(width, 0, -1, device=device)
         stored = ctx.cache.windows[self.model.mtp[0].layer].count if ctx.batch.has_history else 0
@@ -180,7 +206,9 @@ class Drafter:
         places = torch.cat([held, own], 1)
         return AttnPlan(places.repeat_interleave(n, 0), rows)
 
-    def states(self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def states(
+        self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """(h [b, n, d] collapsed residual, base logits [b, n, v]) of the draft blocks.
 
         tokens [b]: the last emitted token, at `positions` [b]; ctx.batch: its state ids and floors.
@@ -210,8 +238,15 @@ class Drafter:
         return logits, score[:, 0]
 
     def propose(
-        self, tokens: Tensor, positions: Tensor, n: int, ctx: ForwardContext,
-        sampler: Sampler, params: RowParams, keys: RowKeys, keep_dists: bool = False,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        n: int,
+        ctx: ForwardContext,
+        sampler: Sampler,
+        params: RowParams,
+        keys: RowKeys,
+        keep_dists: bool = False,
     ) -> Draft:
         """Draft n tokens a sequence. keys: of the first draft's output position."""
         h, base = self.states(tokens, positions, n, ctx)
@@ -227,6 +262,8 @@ class Drafter:
             out.append(previous)
             dists.append(dist)
         return Draft(
-            torch.stack(out, 1), torch.stack(confidence, 1), torch.stack(logprobs, 1),
+            torch.stack(out, 1),
+            torch.stack(confidence, 1),
+            torch.stack(logprobs, 1),
             tuple(dists) if keep_dists else (),
         )

@@ -42,7 +42,8 @@ class Engram(nn.Module):
         if rows.image is not None:
             dead = dead | rows.image
         history = ctx.once(
-            ("ngrams", id(rows.set)), lambda: compress_history(rows.ids, rows.lookback, dead, token_map, c)
+            ("ngrams", id(rows.set)),
+            lambda: compress_history(rows.ids, rows.lookback, dead, token_map, c),
         )
         k = self.constants
         columns = ctx.once(
@@ -55,7 +56,11 @@ class Engram(nn.Module):
         table_rows = ctx.see(f"{name}.rows", ctx.ops.engram_hash(history, *columns), rows.set)
         weight = self.embed.weight
         dtype = rows.streams.dtype
-        e = weight.rows(table_rows, dtype) if isinstance(weight, Quantised) else taken(weight, table_rows)
+        e = (
+            weight.rows(table_rows, dtype)
+            if isinstance(weight, Quantised)
+            else taken(weight, table_rows)
+        )
         kv = self.wkv(e.flatten(1), ctx)
         key, value = kv[:, : m * d].reshape(t, m, d), kv[:, m * d :]
         value = ctx.see(f"{name}.value", value, rows.set)
@@ -64,7 +69,9 @@ class Engram(nn.Module):
         )
 
 
-def compress_history(ids: Tensor, lookback: Tensor, dead: Tensor, token_map: Tensor, config: ModelConfig) -> Tensor:
+def compress_history(
+    ids: Tensor, lookback: Tensor, dead: Tensor, token_map: Tensor, config: ModelConfig
+) -> Tensor:
     """[t, N] compressed ids of each row and the N-1 ids before it; from the first id that is missing
     (-1) or an image token on, everything is the pad id."""
     window = torch.cat([ids[:, None], lookback], 1)

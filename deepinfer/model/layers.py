@@ -31,7 +31,9 @@ class Weight(nn.Module):
     def set_weight(self, weight: Tensor | Quantised) -> None:
         """Put a loaded tensor in place. Raises ValueError when its logical shape differs."""
         if tuple(weight.shape) != self.shape:
-            raise ValueError(f"weight of shape {tuple(weight.shape)} where {self.shape} is expected")
+            raise ValueError(
+                f"weight of shape {tuple(weight.shape)} where {self.shape} is expected"
+            )
         self._parameters.pop("weight", None)
         self.__dict__.pop("weight", None)
         if isinstance(weight, Quantised):

@@ -43,6 +43,8 @@ def mix(module: nn.Module, site: str, streams: Tensor, ctx) -> tuple[Tensor, Ten
 
 def first_pre(rows: int, streams: int, like: Tensor) -> Tensor:
     """[t, m] one-hot on stream 0: what the first site of a stack reads."""
-    pre = torch.zeros(rows, streams, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    pre = torch.zeros(
+        rows, streams, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+    )
     pre[:, 0] = 1
     return pre

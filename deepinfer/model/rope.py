@@ -15,7 +15,9 @@ from torch import Tensor
 from deepinfer.config import RopeScaling
 
 
-def yarn_range(theta: float, dims: int, original: int, beta_fast: float, beta_slow: float) -> tuple[int, int]:
+def yarn_range(
+    theta: float, dims: int, original: int, beta_fast: float, beta_slow: float
+) -> tuple[int, int]:
     """First and last dimension of the YaRN ramp; (15, 25) for the released compressed layers."""
 
     def turns(beta: float) -> float:

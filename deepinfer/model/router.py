@@ -1,8 +1,8 @@
 """The MoE sub-layer: router, routed experts (the experts slot), shared expert.
 
-    s = sqrt(softplus(Wg x));  choose top-k of s + bias (bias_vl for image rows);  w = s / sum s * scaling
-    expert(x) = W2 (silu(min(g, limit)) * clamp(u, -limit, limit) * w),  g = W1 x, u = W3 x
-    y = sum of the chosen experts + the shared expert
+s = sqrt(softplus(Wg x));  choose top-k of s + bias (bias_vl for image rows);  w = s / sum s * scaling
+expert(x) = W2 (silu(min(g, limit)) * clamp(u, -limit, limit) * w),  g = W1 x, u = W3 x
+y = sum of the chosen experts + the shared expert
 """
 
 from __future__ import annotations
@@ -62,13 +62,25 @@ class MoE(nn.Module):
         self.top_k = c.dspark_num_experts_per_tok if draft else c.num_experts_per_tok
         self.gate = Gate(experts, c.hidden_size)
         self.experts = StackedExperts(experts, c.moe_intermediate_size, c.hidden_size)
-        self.shared_experts = SharedExpert(c.n_shared_experts * c.moe_intermediate_size, c.hidden_size)
+        self.shared_experts = SharedExpert(
+            c.n_shared_experts * c.moe_intermediate_size, c.hidden_size
+        )
 
     def layer(self, name: str, ctx) -> ExpertLayer:
         c, e = ctx.config, self.experts
         return ExpertLayer(
-            name, self.gate.weight, self.gate.bias, self.gate.bias_vl, e.w1.weight, e.w3.weight,
-            e.w2.weight, self.top_k, c.routed_scaling_factor, c.swiglu_limit, ctx.act, ctx.ops,
+            name,
+            self.gate.weight,
+            self.gate.bias,
+            self.gate.bias_vl,
+            e.w1.weight,
+            e.w3.weight,
+            e.w2.weight,
+            self.top_k,
+            c.routed_scaling_factor,
+            c.swiglu_limit,
+            ctx.act,
+            ctx.ops,
         )
 
     def forward(self, x: Tensor, rows: Rows, name: str, ctx) -> Tensor:

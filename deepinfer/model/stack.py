@@ -53,7 +53,11 @@ class Layer(nn.Module):
             self.engram = Engram(c, layer)
 
     def forward(
-        self, rows: Rows, ctx: ForwardContext, token_map: Tensor | None = None, plan: AttnPlan | None = None
+        self,
+        rows: Rows,
+        ctx: ForwardContext,
+        token_map: Tensor | None = None,
+        plan: AttnPlan | None = None,
     ) -> Rows:
         """`plan` is given by the drafter only, whose keys are temporary."""
         name, ops = self.name, ctx.ops
@@ -136,8 +140,13 @@ class Model(nn.Module):
         """What enters layer 0: every row of the batch, embedded."""
         streams = self.embed_rows(batch.ids)
         return Rows(
-            batch.row_set, streams, mhc.first_pre(batch.num_rows, self.config.hc_mult, streams),
-            batch.ids, batch.lookback, batch.image, batch.rank,
+            batch.row_set,
+            streams,
+            mhc.first_pre(batch.num_rows, self.config.hc_mult, streams),
+            batch.ids,
+            batch.lookback,
+            batch.image,
+            batch.rank,
         )
 
     def run(self, rows: Rows, ctx: ForwardContext, first: int = 0, stop: int | None = None) -> Rows:

@@ -36,10 +36,10 @@ class RowSet:
     triples, or None where only the device knows how rows fall to sequences.
     """
 
-    positions: Int[Tensor, "t"]
-    seq: Int[Tensor, "t"]
-    first: Int[Tensor, "b"]
-    start: Int[Tensor, "b"]
+    positions: Int[Tensor, t]
+    seq: Int[Tensor, t]
+    first: Int[Tensor, b]
+    start: Int[Tensor, b]
     segments: tuple[tuple[int, int, int], ...] | None = None
 
     @property
@@ -56,7 +56,7 @@ class RowSet:
 class Cut:
     """Where rows leave the stack: `keep` [t'] are the row ids (in the entering set) that go on."""
 
-    keep: Int[Tensor, "kept"]
+    keep: Int[Tensor, kept]
     rows: RowSet
 
 
@@ -79,24 +79,24 @@ class Batch:
     cuts: layer -> Cut, for the layers at which a replay plan drops rows.
     """
 
-    ids: Int[Tensor, "t"]
-    positions: Int[Tensor, "t"]
-    seq: Int[Tensor, "t"]
-    rows: Int[Tensor, "b"]
-    length: Int[Tensor, "b"]
+    ids: Int[Tensor, t]
+    positions: Int[Tensor, t]
+    seq: Int[Tensor, t]
+    rows: Int[Tensor, b]
+    length: Int[Tensor, b]
     pages: Int[Tensor, "b p"]
-    state: Int[Tensor, "b"]
+    state: Int[Tensor, b]
     lookback: Int[Tensor, "t back"]
-    logit_rows: Int[Tensor, "q"]
+    logit_rows: Int[Tensor, q]
     row_set: RowSet
     reach: int
     max_rows: int
     has_history: bool = True
-    image: Bool[Tensor, "t"] | None = None
-    rank: Int[Tensor, "t"] | None = None
+    image: Bool[Tensor, t] | None = None
+    rank: Int[Tensor, t] | None = None
     floors: Int[Tensor, "l b"] | None = None
     floor_groups: tuple[int, ...] | None = None
-    write_from: Int[Tensor, "b"] | None = None
+    write_from: Int[Tensor, b] | None = None
     kv_from: Int[Tensor, "l b"] | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
 
@@ -121,10 +121,10 @@ class Rows:
     set: RowSet
     streams: Float[Tensor, "t m d"]
     pre: Float[Tensor, "t m"]
-    ids: Int[Tensor, "t"]
+    ids: Int[Tensor, t]
     lookback: Int[Tensor, "t back"]
-    image: Bool[Tensor, "t"] | None = None
-    rank: Int[Tensor, "t"] | None = None
+    image: Bool[Tensor, t] | None = None
+    rank: Int[Tensor, t] | None = None
     selected: Selected | None = None
     kv: LayerKV | None = None
     features: tuple[Tensor, ...] = ()
@@ -167,7 +167,7 @@ class LayerInfo:
     ratio: int
     window: int
     scale: float
-    sink: Float[Tensor, "h"]
+    sink: Float[Tensor, h]
     top_k: int
     ops: Ops
     candidate_source: bool = False
@@ -195,7 +195,7 @@ class AttnPlan:
 
     window_ids: Int[Tensor, "t w"]
     queries: RowSet
-    visible: dict[int, Int[Tensor, "t"]] = field(default_factory=dict)
+    visible: dict[int, Int[Tensor, t]] = field(default_factory=dict)
     reach: dict[int, int] = field(default_factory=dict)
 
 
@@ -238,11 +238,21 @@ class Attention(Protocol):
     def kv_spec(self, config: ModelConfig, layer: int) -> KVSpec: ...
 
     def plan(
-        self, batch: Batch, keys: RowSet, queries: RowSet, floor: Int[Tensor, "b"] | None, cache: Any
+        self,
+        batch: Batch,
+        keys: RowSet,
+        queries: RowSet,
+        floor: Int[Tensor, b] | None,
+        cache: Any,
     ) -> AttnPlan: ...
 
     def select(
-        self, layer: LayerInfo, index: IndexQuery, kv: LayerKV, plan: AttnPlan, carried: Selected | None
+        self,
+        layer: LayerInfo,
+        index: IndexQuery,
+        kv: LayerKV,
+        plan: AttnPlan,
+        carried: Selected | None,
     ) -> Selected: ...
 
     def attend(
@@ -266,8 +276,8 @@ class ExpertLayer:
 
     name: str
     gate: Float[Tensor, "e d"]
-    bias: Float[Tensor, "e"]
-    bias_image: Float[Tensor, "e"]
+    bias: Float[Tensor, e]
+    bias_image: Float[Tensor, e]
     w1: Any
     w3: Any
     w2: Any
@@ -310,9 +320,9 @@ class Experts(Protocol):
 class RowParams:
     """Sampling parameters per row: temperature [t] (0 = greedy), top_p [t], top_k [t] long (-1 = off)."""
 
-    temperature: Float[Tensor, "t"]
-    top_p: Float[Tensor, "t"]
-    top_k: Int[Tensor, "t"]
+    temperature: Float[Tensor, t]
+    top_p: Float[Tensor, t]
+    top_k: Int[Tensor, t]
 
     def rows(self, at: Tensor) -> RowParams:
         return RowParams(self.temperature[at], self.top_p[at], self.top_k[at])
@@ -323,8 +333,8 @@ class RowKeys:
     """Keys of the random numbers of each row: seed [t] long and output position [t] long
     (0 = first generated token, whatever the prompt, hits or preemption)."""
 
-    seed: Int[Tensor, "t"]
-    position: Int[Tensor, "t"]
+    seed: Int[Tensor, t]
+    position: Int[Tensor, t]
 
     def rows(self, at: Tensor) -> RowKeys:
         return RowKeys(self.seed[at], self.position[at])
@@ -343,15 +353,15 @@ class Dist:
 
     probs: Float[Tensor, "t v"]
     logprobs: Float[Tensor, "t v"]
-    finite: Bool[Tensor, "t"]
+    finite: Bool[Tensor, t]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens: [t] long drawn; logprobs: [t] of them."""
 
-    tokens: Int[Tensor, "t"]
-    logprobs: Float[Tensor, "t"]
+    tokens: Int[Tensor, t]
+    logprobs: Float[Tensor, t]
 
 
 @runtime_checkable
@@ -359,7 +369,10 @@ class Sampler(Protocol):
     version: ClassVar[int] = 1
 
     def distribution(
-        self, logits: Float[Tensor, "t v"], params: RowParams, mask: Bool[Tensor, "t v"] | None = None
+        self,
+        logits: Float[Tensor, "t v"],
+        params: RowParams,
+        mask: Bool[Tensor, "t v"] | None = None,
     ) -> Dist: ...
 
     def draw(self, dist: Dist, keys: RowKeys) -> Sampled: ...
@@ -417,7 +430,7 @@ class Accepted:
     """tokens: [b, n+1] long emitted (-1 none); count: [b] how many; at least 1 where a row ran."""
 
     tokens: Int[Tensor, "b n+1"]
-    count: Int[Tensor, "b"]
+    count: Int[Tensor, b]
 
 
 @runtime_checkable
@@ -434,7 +447,7 @@ class Verifier(Protocol):
 
     def budget(self, stale: Float[Tensor, "b n"], cost: Any) -> int: ...
 
-    def allocate(self, fresh: Float[Tensor, "b n"], budget: int) -> Int[Tensor, "b"]: ...
+    def allocate(self, fresh: Float[Tensor, "b n"], budget: int) -> Int[Tensor, b]: ...
 
     def accept(self, draft: Draft, target: Target) -> Accepted: ...
 
@@ -502,32 +515,60 @@ class ReplayPlan:
                     f"ReplayPlan.{name} has {len(getattr(self, name))} entries, the model has {layers} "
                     "layers: give one per backbone layer"
                 )
-            if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in getattr(self, name)):
-                raise ValueError(f"ReplayPlan.{name} is {getattr(self, name)}: positions are integers >= 0")
+            if any(
+                isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in getattr(self, name)
+            ):
+                raise ValueError(
+                    f"ReplayPlan.{name} is {getattr(self, name)}: positions are integers >= 0"
+                )
         behind = [s for s in sources if s and self.rows_from[s - 1] > self.write_from]
         laws = [
-            (0 <= self.start < max(prompt.length, 1), f"start {self.start} is outside 0..{prompt.length - 1}"),
-            (self.start <= prompt.hit,
-             f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them"),
-            (not (n := self.layers_below)  # the last row always runs, also where its state KV is at hand
-             or self.start in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
-             f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of the first {n} layers "
-             f"is at hand at {prompt.state_for(n)}: a row would see window keys that were never written"),
+            (
+                0 <= self.start < max(prompt.length, 1),
+                f"start {self.start} is outside 0..{prompt.length - 1}",
+            ),
+            (
+                self.start <= prompt.hit,
+                f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them",
+            ),
+            (
+                not (
+                    n := self.layers_below
+                )  # the last row always runs, also where its state KV is at hand
+                or self.start
+                in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
+                f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of the first {n} layers "
+                f"is at hand at {prompt.state_for(n)}: a row would see window keys that were never written",
+            ),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
-            (self.write_from <= prompt.hit or self.write_from == self.start,
-             f"write_from {self.write_from} is past the hit {prompt.hit}"),
-            (all(a <= b for a, b in zip(self.rows_from, self.rows_from[1:])),
-             f"rows_from falls from layer to layer: {self.rows_from}"),
-            (all(f >= k for f, k in zip(self.floor, self.kv_from)),
-             "floor is below kv_from: a row would see window keys that were never written"),
-            (all(f < max(prompt.length, 1) for f in self.floor),
-             f"floor {max(self.floor, default=0)} hides the last prompt row {prompt.length - 1} from itself"),
-            (all(r < max(prompt.length, 1) for r in self.rows_from),
-             f"rows_from {max(self.rows_from, default=0)} drops the last prompt row {prompt.length - 1}"),
-            (all(k >= e for k, e in zip(self.kv_from[1:], self.rows_from)),
-             "kv_from is below the rows_from of the layer before: no row is there to project those keys"),
-            (not behind,
-             f"rows are dropped before KV source {behind[:1]}, whose block KV of them would never be written"),
+            (
+                self.write_from <= prompt.hit or self.write_from == self.start,
+                f"write_from {self.write_from} is past the hit {prompt.hit}",
+            ),
+            (
+                all(a <= b for a, b in zip(self.rows_from, self.rows_from[1:])),
+                f"rows_from falls from layer to layer: {self.rows_from}",
+            ),
+            (
+                all(f >= k for f, k in zip(self.floor, self.kv_from)),
+                "floor is below kv_from: a row would see window keys that were never written",
+            ),
+            (
+                all(f < max(prompt.length, 1) for f in self.floor),
+                f"floor {max(self.floor, default=0)} hides the last prompt row {prompt.length - 1} from itself",
+            ),
+            (
+                all(r < max(prompt.length, 1) for r in self.rows_from),
+                f"rows_from {max(self.rows_from, default=0)} drops the last prompt row {prompt.length - 1}",
+            ),
+            (
+                all(k >= e for k, e in zip(self.kv_from[1:], self.rows_from)),
+                "kv_from is below the rows_from of the layer before: no row is there to project those keys",
+            ),
+            (
+                not behind,
+                f"rows are dropped before KV source {behind[:1]}, whose block KV of them would never be written",
+            ),
         ]
         for holds, words in laws:
             if not holds:

@@ -15,8 +15,9 @@ import copy
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, TypeVar
+from typing import Any, TypeVar
 
 from deepinfer.slots import protocols
 from deepinfer.slots.protocols import SLOTS

@@ -13,14 +13,20 @@ def expect(value: Any, shape: tuple[int, ...], who: str, floating: bool | None =
     floating: True or False where the dtype has to be a float or an integer (or bool).
     """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{who} returned {type(value).__name__} {value!r}: want a tensor of shape {list(shape)}")
+        raise TypeError(
+            f"{who} returned {type(value).__name__} {value!r}: want a tensor of shape {list(shape)}"
+        )
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{who} returned shape {list(value.shape)}: want {list(shape)}")
     if floating is not None and value.is_floating_point() != floating:
-        raise TypeError(f"{who} returned {value.dtype}: want {'a float' if floating else 'an integer'} dtype")
+        raise TypeError(
+            f"{who} returned {value.dtype}: want {'a float' if floating else 'an integer'} dtype"
+        )
 
 
 def expect_record(value: Any, kind: type, who: str) -> None:
     """Raise TypeError, naming slot object and method, unless value is a record of this kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{who} returned {type(value).__name__}: want a {kind.__name__} (slots/protocols.py)")
+        raise TypeError(
+            f"{who} returned {type(value).__name__}: want a {kind.__name__} (slots/protocols.py)"
+        )

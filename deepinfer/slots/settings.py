@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 
 def shown(obj: Any) -> str:

@@ -181,7 +181,8 @@ def removals(eng: Engine) -> list[Removal]:
         *found,
         Removal("compressed entries", "windows alone", lambda e: attention_of(e, NoEntries())),
         Removal(
-            "indexer", f"{c.index_topk} random visible entries",
+            "indexer",
+            f"{c.index_topk} random visible entries",
             lambda e: attention_of(e, RandomPicks()),
         ),
         Removal("candidate limit", "any visible entry", lambda e: attention_of(e, AllBlocks())),
@@ -189,7 +190,7 @@ def removals(eng: Engine) -> list[Removal]:
         Removal("sinks", "their logits are -10,000", sinks),
         Removal("mHC mixing", "the matrix is the identity", mixing),
         Removal("mHC input dependence", "scales are 0: base only", scales),
-    ]  # fmt: skip
+    ]
 
 
 def markov(eng: Engine) -> Opened:
@@ -227,6 +228,10 @@ def findings(study: Study) -> Iterator[Finding]:
 def _row(removal: Removal, control: Sequence[Scored], without: Sequence[Scored]) -> dict:
     e = over_modules(aligned(totals(control), totals(without)), change)
     return dict(
-        removed=removal.what, how=removal.how, change_percent=e.value, low=e.low, high=e.high,
+        removed=removal.what,
+        how=removal.how,
+        change_percent=e.value,
+        low=e.low,
+        high=e.high,
         says=verdict(e),
-    )  # fmt: skip
+    )

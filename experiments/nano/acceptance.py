@@ -69,9 +69,11 @@ def laws_on_text(eng: Engine, ids: list[int], starts: Tensor) -> Iterator[Laws]:
             h.flatten(0, 1), base.flatten(0, 1), text[rows].flatten(), step
         )
         yield Laws(
-            at, logits[rows].softmax(-1), draft.softmax(-1).view_as(base),
+            at,
+            logits[rows].softmax(-1),
+            draft.softmax(-1).view_as(base),
             score.view_as(rows).clamp(-60, 60).sigmoid(),
-        )  # fmt: skip
+        )
 
 
 def _sequence_context(eng: Engine, features: Tensor, ctx: ForwardContext) -> SequenceContext:
@@ -159,10 +161,14 @@ def findings(study: Study, found: Sequence[Acceptance]) -> Iterator[Finding]:
         q = over_modules(aligned(_sums(found, lambda x, k=k: x.equal[:, k])), ratio)
         rows.append(
             dict(
-                draft=k + 1, accept=a.value, low=a.low, high=a.high, confidence=c.value,
+                draft=k + 1,
+                accept=a.value,
+                low=a.low,
+                high=a.high,
+                confidence=c.value,
                 same_first=q.value,
             )
-        )  # fmt: skip
+        )
     says = (
         "By position in the draft: accept, the mean of 1 - TV; confidence, what the head says of "
         "it on average; same_first, how often both laws have the same likeliest token."

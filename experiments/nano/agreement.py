@@ -53,8 +53,11 @@ def agreement(models: dict[str, Model], ids: Tensor, compiled: bool) -> list[dic
             p.requires_grad_(False)
         rows.append(
             dict(
-                dtype=name, slots="batched" if batched else "plain", compiled=fused,
-                gradient=gradient, nats=value,
+                dtype=name,
+                slots="batched" if batched else "plain",
+                compiled=fused,
+                gradient=gradient,
+                nats=value,
             )
         )
         rows[-1]["percent"] = 100 * (value / float(rows[0]["nats"]) - 1)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.config import ModelConfig
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.stack import Layer, Model
 from deepinfer.slots.protocols import RowSet
@@ -56,10 +55,12 @@ class Training:
         t, columns = table_rows.shape
         if self._luck is None:  # one token, one fate: the layers hash the same n-grams
             self._luck = torch.rand(t, 1, device=table_rows.device)
-        often = torch.cat([
-            torch.full((columns // len(self.unseen),), p, device=table_rows.device)
-            for p in self.unseen
-        ])
+        often = torch.cat(
+            [
+                torch.full((columns // len(self.unseen),), p, device=table_rows.device)
+                for p in self.unseen
+            ]
+        )
         others = table_rows[torch.randint(t, (t,), device=table_rows.device)]
         return torch.where(self._luck < often, others, table_rows)
 
@@ -103,8 +104,14 @@ class Balance:
 
 
 def step_of(
-    model: Model, recipe: Backbone, optimiser: Optimiser, balance: Balance, compiled: bool,
-    capture: bool, rounding: Rounding | None = None, dense: bool = False,
+    model: Model,
+    recipe: Backbone,
+    optimiser: Optimiser,
+    balance: Balance,
+    compiled: bool,
+    capture: bool,
+    rounding: Rounding | None = None,
+    dense: bool = False,
 ) -> Captured:
     """A training step: step(ids=[rows, length + 1], phase=, factor=, bias_rate=) -> {'nats',
     'index_kl', 'grad'} on the device. phase: which queries the indexer's loss looks at; factor: of
@@ -124,8 +131,14 @@ def step_of(
         tap = Training(r.dropout, unseen=r.unseen)
         read = noisy(inputs["ids"][:, :-1], r.noise, model.config.dspark_noise_token_id)
         ctx = fast.context(
-            model.config, read, tap=tap, index_loss=index_loss, compiled=compiled,
-            dtype=model.dtype, constants=constants, dense=dense,
+            model.config,
+            read,
+            tap=tap,
+            index_loss=index_loss,
+            compiled=compiled,
+            dtype=model.dtype,
+            constants=constants,
+            dense=dense,
         )
         loss = language_loss(model, inputs["ids"], ctx)
         constants.update(fast.constants_of(ctx))
@@ -141,8 +154,15 @@ def step_of(
 
 
 def train(
-    model: Model, recipe: Backbone, data: dict[str, Split], *, seed: int, log: Log,
-    compiled: bool = False, capture: bool = False, stop_after: float | None = None,
+    model: Model,
+    recipe: Backbone,
+    data: dict[str, Split],
+    *,
+    seed: int,
+    log: Log,
+    compiled: bool = False,
+    capture: bool = False,
+    stop_after: float | None = None,
 ) -> dict[str, Tensor]:
     """Train the backbone of `model`; returns {the model's weight name: FP32 master}.
 
@@ -152,14 +172,19 @@ def train(
     r = recipe
     torch.manual_seed(seed)
     trained = {
-        n: p for n, p in model.named_parameters()
+        n: p
+        for n, p in model.named_parameters()
         if not n.startswith("mtp.") and not n.endswith(("gate.bias", "gate.bias_vl"))
     }
     for p in trained.values():
         p.requires_grad_(True)
     optimiser = Optimiser(
-        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
-        {"attn_sink": r.sink_rate}, r.clip,
+        trained,
+        weights.is_matrix,
+        (r.muon_rate, r.adam_rate),
+        (r.muon_decay, r.adam_decay),
+        {"attn_sink": r.sink_rate},
+        r.clip,
     )
     streams = trained_streams(data, r.renamed, seed)
     balance = Balance(model.layers, r.bias_rates)
@@ -168,7 +193,8 @@ def train(
         (dense, rounding is not None): step_of(
             model, short if dense else r, optimiser, balance, compiled, capture, rounding, dense
         )
-        for dense in (True, False) for rounding in (None, weights.rounding(model.config))
+        for dense in (True, False)
+        for rounding in (None, weights.rounding(model.config))
     }
     phases = np.random.default_rng(seed)
     began = last = time.perf_counter()
@@ -183,7 +209,9 @@ def train(
         )
         factor = schedule(step, r.steps, r.warmup, r.constant, r.last)
         found = steps[dense, step >= r.rounded_from * r.steps](
-            ids=ids, phase=int(phases.integers(r.index_every)), factor=factor,
+            ids=ids,
+            phase=int(phases.integers(r.index_every)),
+            factor=factor,
             bias_rate=balance.rate(done),
         )
         late = stop_after is not None and time.perf_counter() - began > stop_after
@@ -194,8 +222,15 @@ def train(
             per_second = (step % 20 + 1) * r.rows * r.length / (now - last)
             last = now
             log.row(
-                stage="backbone", step=step + 1, seconds=now - began, **numbers, rate=factor,
-                dense=dense, max_load=high, min_load=low, tokens_per_second=per_second,
+                stage="backbone",
+                step=step + 1,
+                seconds=now - began,
+                **numbers,
+                rate=factor,
+                dense=dense,
+                max_load=high,
+                min_load=low,
+                tokens_per_second=per_second,
                 **{f"{name}_epochs": stream.epoch for name, stream in streams.items()},
             )
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:

@@ -88,9 +88,7 @@ def scaled(confidence: Tensor, temperatures: Sequence[float]) -> Tensor:
     return (c.logit() / torch.tensor(temperatures, dtype=torch.float64)).sigmoid()
 
 
-def sequential_temperatures(
-    seen: Observed, bins: int, grid: Sequence[float] = GRID
-) -> list[float]:
+def sequential_temperatures(seen: Observed, bins: int, grid: Sequence[float] = GRID) -> list[float]:
     """One temperature a position, fitted left to right. Ties go to the temperature nearest 1."""
     chosen: list[float] = []
     order = sorted(grid, key=lambda t: abs(math.log(t)))
@@ -112,7 +110,8 @@ def errors(seen: Observed, bins: int, temperatures: Sequence[float] | None = Non
     product = c.cumprod(-1)
     return [
         dict(
-            draft=k + 1, observed=int((~seen.accept[:, k].isnan()).sum()),
+            draft=k + 1,
+            observed=int((~seen.accept[:, k].isnan()).sum()),
             confidence=float(c[~seen.accept[:, k].isnan(), k].mean()),
             accept=float(seen.accept[:, k].nanmean()),
             ece=ece(c[:, k], seen.accept[:, k], bins),
@@ -120,7 +119,7 @@ def errors(seen: Observed, bins: int, temperatures: Sequence[float] | None = Non
             ece_product=ece(product[:, k], seen.survival[:, k], bins),
         )
         for k in range(n)
-    ]  # fmt: skip
+    ]
 
 
 def findings(

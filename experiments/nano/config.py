@@ -196,9 +196,7 @@ class Backbone:
     dev_every: int = 500
 
     def small(self) -> Backbone:
-        return replace(
-            self, steps=12, rows=2, length=64, dense_length=32, warmup=4, dev_every=6
-        )
+        return replace(self, steps=12, rows=2, length=64, dense_length=32, warmup=4, dev_every=6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +230,14 @@ class Drafter:
 
     def small(self) -> Drafter:
         return replace(
-            self, steps=6, rows=2, length=64, anchors=8, warmup=2, written=4, written_length=32,
-            prompt=8, dev_every=3,
+            self,
+            steps=6,
+            rows=2,
+            length=64,
+            anchors=8,
+            warmup=2,
+            written=4,
+            written_length=32,
+            prompt=8,
+            dev_every=3,
         )

@@ -116,8 +116,10 @@ def _found(parts: Split) -> Iterable[str]:
     for path, why in parts.dropped.items():
         if why.startswith("near "):
             yield f"not trained on: {path}: {why}"
-    yield f"trained files that are tables are left out: {TABLE_TOKENS:,} tokens or more at less than "\
+    yield (
+        f"trained files that are tables are left out: {TABLE_TOKENS:,} tokens or more at less than "
         f"{TABLE_BYTES} bytes a token"
+    )
     copies = sum(why.startswith("copy ") for why in parts.dropped.values())
     yield f"not trained on, exact copies: {copies} files"
     yield "text that trained files still share with held-out or dev ones, the largest:"

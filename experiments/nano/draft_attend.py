@@ -38,7 +38,8 @@ def attend_blocks(
 ) -> Tensor:
     """q "b*n h d", held "b w d" keys of the context with none "b w" True where there is no key, own
     "b*n d", sink "h" -> "b*n h d". Every row sees its block's context and all its block's rows."""
-    (b, w), (rows, h, d) = none.shape, q.shape
+    b = none.shape[0]
+    rows, h, d = q.shape
     n = rows // max(b, 1)
     wide = acc_dtype(q)
     keys = torch.cat([held, own.view(b, n, d)], 1)

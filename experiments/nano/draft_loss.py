@@ -12,8 +12,8 @@ the device: nothing here looks at a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,12 @@ class Anchors:
 
 
 def random_anchors(
-    sequences: int, length: int, each: int, n: int, *, device: torch.device | str = "cpu",
+    sequences: int,
+    length: int,
+    each: int,
+    n: int,
+    *,
+    device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Anchors:
     """`each` different random anchors in every sequence of `length` tokens, so that the last slot's
@@ -107,8 +112,16 @@ def target_logits(model: Model, rows: Rows, at: Tensor, ctx: ForwardContext) -> 
 
 
 def compare(
-    model: Model, rows: Rows, ids: Tensor, anchors: Anchors, ctx: ForwardContext, n: int, *,
-    target: Tensor | None = None, chunk: int | None = None, compiled: bool = False,
+    model: Model,
+    rows: Rows,
+    ids: Tensor,
+    anchors: Anchors,
+    ctx: ForwardContext,
+    n: int,
+    *,
+    target: Tensor | None = None,
+    chunk: int | None = None,
+    compiled: bool = False,
 ) -> Slots:
     """Draft n tokens at every anchor of text ids [b, t] and compare with the target.
 
@@ -125,8 +138,13 @@ def compare(
     h, base = drafter.states(token, last + 1, n, step)
     if target is None:
         target = target_logits(model, rows, anchors.target_rows(n, context.ring).flatten(), ctx)
-    given = (h.flatten(0, 1), base.flatten(0, 1), target, anchors.tokens(ids, 1, n).flatten(),
-             anchors.tokens(ids, 2, n).flatten())
+    given = (
+        h.flatten(0, 1),
+        base.flatten(0, 1),
+        target,
+        anchors.tokens(ids, 1, n).flatten(),
+        anchors.tokens(ids, 2, n).flatten(),
+    )
     found = in_chunks(slot_laws(drafter, step, compiled), given, chunk)
     return Slots(*(x.view(len(seq), n) for x in found))
 
@@ -208,8 +226,12 @@ def metrics(slots: Slots) -> Metrics:
         return x.to(slots.overlap.dtype).mean(0)
 
     return Metrics(
-        loss=loss(slots), accepted=1 + slots.overlap.cumprod(1).sum(1).mean(),
-        overlap=mean(slots.overlap), as_target=mean(slots.as_target), as_text=mean(slots.as_text),
-        confidence=mean(slots.score.sigmoid()), cross_entropy=mean(slots.cross_entropy),
+        loss=loss(slots),
+        accepted=1 + slots.overlap.cumprod(1).sum(1).mean(),
+        overlap=mean(slots.overlap),
+        as_target=mean(slots.as_target),
+        as_text=mean(slots.as_text),
+        confidence=mean(slots.score.sigmoid()),
+        cross_entropy=mean(slots.cross_entropy),
         confidence_loss=mean(confidence_loss(slots)),
     )

@@ -34,8 +34,15 @@ class Source:
 
 
 def train(
-    model: Model, recipe: Drafter, data: dict[str, Split], *, seed: int, log: Log,
-    compiled: bool = False, capture: bool = False, stop_after: float | None = None,
+    model: Model,
+    recipe: Drafter,
+    data: dict[str, Split],
+    *,
+    seed: int,
+    log: Log,
+    compiled: bool = False,
+    capture: bool = False,
+    stop_after: float | None = None,
 ) -> dict[str, Tensor]:
     """Train the mtp blocks of `model`, whose other weights stay; returns {the model's weight name:
     FP32 weight}. Other arguments as of the backbone's."""
@@ -44,7 +51,8 @@ def train(
     if r.fresh:
         restart(model, seed)
     trained = {
-        n: p for n, p in model.named_parameters()
+        n: p
+        for n, p in model.named_parameters()
         if n.startswith("mtp.") and not n.endswith(("gate.bias", "gate.bias_vl"))
     }
     began = time.perf_counter()
@@ -52,7 +60,10 @@ def train(
     for p in trained.values():
         p.requires_grad_(True)
     optimiser = Optimiser(
-        trained, weights.is_matrix, (r.muon_rate, r.adam_rate), (r.muon_decay, r.adam_decay),
+        trained,
+        weights.is_matrix,
+        (r.muon_rate, r.adam_rate),
+        (r.muon_decay, r.adam_decay),
         clip=r.clip,
     )
     balance = Balance(model.mtp, r.bias_rates)
@@ -61,7 +72,8 @@ def train(
         (s.name, rounding is not None): step_of(
             model, r, s, optimiser, balance, compiled, capture, rounding
         )
-        for s in sources for rounding in roundings
+        for s in sources
+        for rounding in roundings
     }
     streams = list(trained_streams(data, r.renamed, seed + 2).values())
     order, shares = torch.Generator().manual_seed(seed), torch.tensor(r.shares)
@@ -78,9 +90,14 @@ def train(
             numbers = {k: short(x.tolist()) for k, x in found.items()}
             now = time.perf_counter()
             log.row(
-                stage="drafter", step=step + 1, seconds=now - began, rate=factor,
-                text=source.name, seconds_a_step=(now - last) / (step % 20 + 1),
-                max_load=balance.worst()[0], **numbers,
+                stage="drafter",
+                step=step + 1,
+                seconds=now - began,
+                rate=factor,
+                text=source.name,
+                seconds_a_step=(now - last) / (step % 20 + 1),
+                max_load=balance.worst()[0],
+                **numbers,
             )
             last = now
         if (step + 1) % r.dev_every == 0 or step + 1 == r.steps or late:
@@ -103,8 +120,14 @@ def restart(model: Model, seed: int) -> None:
 
 
 def step_of(
-    model: Model, recipe: Drafter, source: Source, optimiser: Optimiser, balance: Balance,
-    compiled: bool, capture: bool, rounding: Rounding | None,
+    model: Model,
+    recipe: Drafter,
+    source: Source,
+    optimiser: Optimiser,
+    balance: Balance,
+    compiled: bool,
+    capture: bool,
+    rounding: Rounding | None,
 ) -> Captured:
     """A training step on text of one kind: step(ids=[rows, length + 1], factor=, bias_rate=)."""
     r, device = recipe, model.device
@@ -126,16 +149,26 @@ def step_of(
             w.grad = None
         found = draft_loss.metrics(slots)
         return {
-            "loss": found.loss, "accepted": found.accepted, "overlap": found.overlap,
-            "as_target": found.as_target, "confidence": found.confidence, "grad": norm,
+            "loss": found.loss,
+            "accepted": found.accepted,
+            "overlap": found.overlap,
+            "as_target": found.as_target,
+            "confidence": found.confidence,
+            "grad": norm,
         }
 
     return Captured(run, inputs, capture)
 
 
 def drafted(
-    model: Model, ids: Tensor, r: Drafter, first: int, compiled: bool, tap: Training | None = None,
-    generator: torch.Generator | None = None, constants: dict | None = None,
+    model: Model,
+    ids: Tensor,
+    r: Drafter,
+    first: int,
+    compiled: bool,
+    tap: Training | None = None,
+    generator: torch.Generator | None = None,
+    constants: dict | None = None,
 ) -> draft_loss.Slots:
     """Drafter against target at random anchors from position `first` on, of ids [b, t+1]."""
     constants = {} if constants is None else constants
@@ -147,9 +180,7 @@ def drafted(
         b, t - first, each, n, device=ids.device, generator=generator
     )
     anchors = draft_loss.Anchors(anchors.seq, anchors.last + first)
-    ctx = fast.context(
-        model.config, ids, compiled=compiled, dtype=model.dtype, constants=constants
-    )
+    ctx = fast.context(model.config, ids, compiled=compiled, dtype=model.dtype, constants=constants)
     ctx.batch = fast.without_logits(ctx.batch)
     with torch.no_grad():
         rows = model(ctx).rows
@@ -159,7 +190,12 @@ def drafted(
 
 
 def _sources(
-    model: Model, r: Drafter, data: dict[str, Split], seed: int, log: Log, compiled: bool,
+    model: Model,
+    r: Drafter,
+    data: dict[str, Split],
+    seed: int,
+    log: Log,
+    compiled: bool,
     capture: bool,
 ) -> list[Source]:
     """The corpus; what the model wrote after short prompts, and so mostly about things that it was
@@ -174,13 +210,20 @@ def _sources(
     def write(name: str, starts: Tensor, heat: Tensor) -> Source:
         began = time.perf_counter()
         text = written.write(
-            model, starts, r.written_length + 1 - starts.shape[1], heat, seed=seed,
-            compiled=compiled, capture=capture,
+            model,
+            starts,
+            r.written_length + 1 - starts.shape[1],
+            heat,
+            seed=seed,
+            compiled=compiled,
+            capture=capture,
         )
         first = starts.shape[1]
         own = text[:64, first:].tolist()
         log.row(
-            stage="written", text=name, seconds=time.perf_counter() - began,
+            stage="written",
+            text=name,
+            seconds=time.perf_counter() - began,
             tokens=text[:, first:].numel(),
             different=sum(len(set(row)) / len(row) for row in own) / len(own),
         )

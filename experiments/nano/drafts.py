@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import deepinfer as di
-from deepinfer.engine.engine import Engine
 from deepinfer.engine.drafts import held_draft
+from deepinfer.engine.engine import Engine
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio
@@ -81,9 +81,12 @@ def contexts(docs: Sequence[Document], count: int, prompt: int) -> list[tuple[st
 
 
 def write(
-    eng: Engine, prompts: Sequence[tuple[str, list[int]]], tokens: int, temperature: float,
+    eng: Engine,
+    prompts: Sequence[tuple[str, list[int]]],
+    tokens: int,
+    temperature: float,
     jobs: int = 1,
-) -> list[Written]:  # fmt: skip
+) -> list[Written]:
     """Continue every (module, ids) by `tokens` tokens, in full batches. A prompt's seed is its
     number."""
     numbered = [(i, module, ids) for i, (module, ids) in enumerate(prompts)]
@@ -280,11 +283,17 @@ def _length(name: str, written: Sequence[Written], stop: Callable[[Written], int
     e, total = accepted_before(written, stops), tokens_and_steps(written, stops).values()
     shares = [prompt_share(w.prompt, w.tokens[:end]) for w, end in zip(written, stops)]
     return dict(
-        text=name, contexts=len(written), tokens=round(sum(t for t, _ in total)),
-        steps=sum(s for _, s in total), accepted=e.value, low=e.low, high=e.high,
+        text=name,
+        contexts=len(written),
+        tokens=round(sum(t for t, _ in total)),
+        steps=sum(s for _, s in total),
+        accepted=e.value,
+        low=e.low,
+        high=e.high,
         repeats=sum(repeat_cut(w.tokens) < len(w.tokens) for w in written),
-        distinct=_mean([distinct_share(w.tokens) for w in written]), in_prompt=_mean(shares),
-    )  # fmt: skip
+        distinct=_mean([distinct_share(w.tokens) for w in written]),
+        in_prompt=_mean(shares),
+    )
 
 
 def by_distinctness(study: Study, written: Sequence[Written]) -> Finding:
@@ -295,10 +304,14 @@ def by_distinctness(study: Study, written: Sequence[Written]) -> Finding:
         e = accepted(texts, cut=False) if texts else Estimate(None)
         rows.append(
             dict(
-                distinct=name, contexts=len(texts), steps=sum(len(w.steps) for w in texts),
-                accepted=e.value, low=e.low, high=e.high,
+                distinct=name,
+                contexts=len(texts),
+                steps=sum(len(w.steps) for w in texts),
+                accepted=e.value,
+                low=e.low,
+                high=e.high,
             )
-        )  # fmt: skip
+        )
     says = (
         f"The same at temperature 0, whole texts, by the share of different {GRAM}-grams: how much "
         "repetition flatters the figure."

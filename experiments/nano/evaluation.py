@@ -102,7 +102,13 @@ def _row(name: str, study: Study, docs: Sequence[Document], before, after) -> di
     apart = torch.cat([(a.nats - b.nats).abs() for a, b in zip(after, before, strict=True)])
     assert e.value is not None
     return dict(
-        path=name, files=len(docs), tokens=len(apart), bits_per_byte=bits.value,
-        change_percent=e.value, low=e.low, high=e.high, mean_dnats=float(apart.mean()),
+        path=name,
+        files=len(docs),
+        tokens=len(apart),
+        bits_per_byte=bits.value,
+        change_percent=e.value,
+        low=e.low,
+        high=e.high,
+        mean_dnats=float(apart.mean()),
         agrees=abs(e.value) <= AGREE,
-    )  # fmt: skip
+    )

@@ -14,9 +14,10 @@ Tests hold them equal to `CSA2`, `Dense` and `Local`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Callable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,15 @@ from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.attention.csa2 import CSA2, outside
 from deepinfer.slots.experts.local import Local
 from deepinfer.slots.protocols import (
-    AttnPlan, Batch, EngineInfo, ExpertLayer, IndexQuery, LayerInfo, Routing, RowSet, Selected,
+    AttnPlan,
+    Batch,
+    EngineInfo,
+    ExpertLayer,
+    IndexQuery,
+    LayerInfo,
+    Routing,
+    RowSet,
+    Selected,
 )
 
 
@@ -47,9 +56,18 @@ def batch_of(ids: Tensor, config: ModelConfig) -> Batch:
     padded = F.pad(ids, (back, 0), value=-1)
     lookback = torch.stack([padded[:, back - s : back - s + t] for s in range(1, back + 1)], -1)
     return Batch(
-        ids=ids.flatten(), positions=positions, seq=seq, rows=zeros + t, length=zeros,
-        pages=zeros[:, None], state=zeros, lookback=lookback.flatten(0, 1),
-        logit_rows=torch.arange(b * t, device=device), row_set=rows, reach=t, max_rows=t,
+        ids=ids.flatten(),
+        positions=positions,
+        seq=seq,
+        rows=zeros + t,
+        length=zeros,
+        pages=zeros[:, None],
+        state=zeros,
+        lookback=lookback.flatten(0, 1),
+        logit_rows=torch.arange(b * t, device=device),
+        row_set=rows,
+        reach=t,
+        max_rows=t,
         has_history=False,
     )
 
@@ -60,9 +78,16 @@ def without_logits(batch: Batch) -> Batch:
 
 
 def context(
-    config: ModelConfig, ids: Tensor, *, fidelity: int = 1, tap: Tap | None = None,
-    index_loss: IndexLoss | None = None, compiled: bool = False, dtype: torch.dtype | None = None,
-    constants: dict | None = None, dense: bool = False,
+    config: ModelConfig,
+    ids: Tensor,
+    *,
+    fidelity: int = 1,
+    tap: Tap | None = None,
+    index_loss: IndexLoss | None = None,
+    compiled: bool = False,
+    dtype: torch.dtype | None = None,
+    constants: dict | None = None,
+    dense: bool = False,
 ) -> ForwardContext:
     """The forward of whole sequences ids [b, t] through the batched slots, without a cache.
 
@@ -74,8 +99,13 @@ def context(
     info = EngineInfo(config, ids.device, dtype or torch.float32, ids.shape[0])
     attention = BatchedCSA2(tuple(ids.shape), index_loss, compiled, dense).start(info)
     return ForwardContext(
-        config=config, batch=batch_of(ids, config), ops=kernels.bind(), attention=attention,
-        experts=DenseExperts(compiled).start(info), fidelity=fidelity, tap=tap,
+        config=config,
+        batch=batch_of(ids, config),
+        ops=kernels.bind(),
+        attention=attention,
+        experts=DenseExperts(compiled).start(info),
+        fidelity=fidelity,
+        tap=tap,
         _shared=dict(constants or {}),
     )
 
@@ -85,7 +115,7 @@ def constants_of(ctx: ForwardContext) -> dict:
     return {k: x for k, x in ctx._shared.items() if k[0] == "frequencies" or k[-1] == "hash"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def fused(fn: Callable) -> Callable:
     """fn as one compiled function per shape."""
     return torch.compile(fn, dynamic=False)
@@ -98,7 +128,10 @@ class BatchedCSA2(CSA2):
     """CSA2 for `shape` = (b, t): b whole sequences of t rows, t a multiple of the window."""
 
     def __init__(
-        self, shape: tuple[int, int], index_loss: IndexLoss | None = None, compiled: bool = False,
+        self,
+        shape: tuple[int, int],
+        index_loss: IndexLoss | None = None,
+        compiled: bool = False,
         dense: bool = False,
     ) -> None:
         super().__init__()
@@ -161,7 +194,13 @@ class BatchedCSA2(CSA2):
         none = None if selected is None else selected.places < 0
         look = fused(attend_whole) if self.compiled else attend_whole
         out, mass, lse = look(
-            q, kv.window.stored, gathered, none, layer.sink, layer.scale, self.shape[0],
+            q,
+            kv.window.stored,
+            gathered,
+            none,
+            layer.sink,
+            layer.scale,
+            self.shape[0],
             layer.window,
         )
         if selected is not None and self.index_loss is not None:
@@ -183,8 +222,14 @@ def spread(ids: Tensor, n: int) -> Tensor:
 
 
 def attend_whole(
-    q: Tensor, keys: Tensor, gathered: Tensor | None, none: Tensor | None, sink: Tensor,
-    scale: float, b: int, w: int,
+    q: Tensor,
+    keys: Tensor,
+    gathered: Tensor | None,
+    none: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    b: int,
+    w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of whole sequences. q "b*t h d", keys "b*t d" window keys, gathered "b*t k d"
     picked entries with none "b*t k" True where there is no pick, sink "h".

@@ -54,8 +54,13 @@ class Optimiser:
     """
 
     def __init__(
-        self, weights: dict[str, Tensor], muon: Callable[[str], bool], rates: tuple[float, float],
-        decays: tuple[float, float], special: dict[str, float] | None = None, clip: float = 1.0,
+        self,
+        weights: dict[str, Tensor],
+        muon: Callable[[str], bool],
+        rates: tuple[float, float],
+        decays: tuple[float, float],
+        special: dict[str, float] | None = None,
+        clip: float = 1.0,
     ) -> None:
         self.clip = clip
         device = next(iter(weights.values())).device

@@ -30,9 +30,10 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY = PALETTE[:7]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.nano.plots", description=__doc__,
+        prog="python -m experiments.nano.plots",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("--log", type=Path, nargs="*", default=[], help="log.jsonl of each stage")
     p.add_argument("--results", type=Path, help="the report's JSON")
     p.add_argument("--out", type=Path, required=True, help="folder of the PNG files")
@@ -92,8 +93,11 @@ def tokens(run: Run, rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    return [sum(part) / len(part) for i in range(len(values))
-            for part in [values[max(0, i - SMOOTH + 1) : i + 1]]]  # fmt: skip
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        for part in [values[max(0, i - SMOOTH + 1) : i + 1]]
+    ]
 
 
 def loss(runs: Runs) -> Figure | None:
@@ -107,8 +111,14 @@ def loss(runs: Runs) -> Figure | None:
         x, nats = tokens(run, run.steps), [row["nats"] for row in run.steps]
         ax.plot(x, nats, color=colours[0], alpha=0.25, linewidth=0.8)
         ax.plot(x, running_mean(nats), color=colours[0], label=f"training, with dropout{seed}")
-        ax.plot(tokens(run, run.dev), [row["nats"] for row in run.dev], color=colours[1],
-                marker=MARKERS[i], markersize=5, label=f"dev modules{seed}")  # fmt: skip
+        ax.plot(
+            tokens(run, run.dev),
+            [row["nats"] for row in run.dev],
+            color=colours[1],
+            marker=MARKERS[i],
+            markersize=5,
+            label=f"dev modules{seed}",
+        )
     ax.legend(frameon=False)
     return figure
 
@@ -117,13 +127,15 @@ def load(run: Run | None) -> Figure | None:
     if run is None:
         return None
     figure, ax = panel(
-        "Load of the busiest and of the idlest expert, worst layer", "million tokens",
+        "Load of the busiest and of the idlest expert, worst layer",
+        "million tokens",
         "load / mean load (log scale)",
-    )  # fmt: skip
+    )
     x = tokens(run, run.steps)
     for key, name, colour, style in (
-        ("max_load", "busiest", BLUE, "-"), ("min_load", "idlest", ORANGE, "--"),
-    ):  # fmt: skip
+        ("max_load", "busiest", BLUE, "-"),
+        ("min_load", "idlest", ORANGE, "--"),
+    ):
         ax.plot(x, [row[key] for row in run.steps], style, color=colour, label=name)
     ax.axhline(1, color=GREY, linewidth=0.8, linestyle=":", label="perfectly even")
     ax.set_yscale("log")
@@ -137,20 +149,31 @@ def drafter(runs: Runs) -> Figure | None:
     if run is None or runs.drafter is None:
         return None
     figure, ax = panel(
-        "What is accepted of each draft while the drafter learns", "step",
+        "What is accepted of each draft while the drafter learns",
+        "step",
         "overlap with the target's law (1 - TV)",
-    )  # fmt: skip
+    )
     text = [row for row in run.steps if row.get("text", "corpus") == "corpus"]
     for k in range(len(run.steps[0]["overlap"])):
         colour = PALETTE[k % len(PALETTE)]
         means = running_mean([row["overlap"][k] for row in text])
         ax.plot([row["step"] for row in text], means, color=colour, alpha=0.35, linewidth=1)
-        ax.plot([row["step"] for row in run.dev], [row["overlap"][k] for row in run.dev],
-                color=colour, marker=MARKERS[k % len(MARKERS)], label=f"draft {k + 1}, dev")  # fmt: skip
+        ax.plot(
+            [row["step"] for row in run.dev],
+            [row["overlap"][k] for row in run.dev],
+            color=colour,
+            marker=MARKERS[k % len(MARKERS)],
+            label=f"draft {k + 1}, dev",
+        )
     ax.plot([], [], color=GREY, alpha=0.5, linewidth=1, label="thin: training on the corpus")
     if runs.more is not None:
-        ax.axvline(runs.drafter.last_step, color=GREY, linewidth=0.8, linestyle=":",
-                   label="went on, at the full rate again")  # fmt: skip
+        ax.axvline(
+            runs.drafter.last_step,
+            color=GREY,
+            linewidth=0.8,
+            linestyle=":",
+            label="went on, at the full rate again",
+        )
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False, ncols=2)
     return figure
@@ -185,8 +208,9 @@ def acceptance(results: Results) -> Figure | None:
         return None
     figure, ax = panel(
         "Acceptance by position in the draft, held-out text, temperature 1",
-        "draft", "probability, 95 % over modules",
-    )  # fmt: skip
+        "draft",
+        "probability, 95 % over modules",
+    )
     x = [float(row["draft"]) for row in rows]
     bars(ax, x, rows, "accept", BLUE, "o", "accepted (1 - TV)")
     for key, label, colour, mark, aside in (
@@ -200,8 +224,15 @@ def acceptance(results: Results) -> Figure | None:
     return figure
 
 
-def bars(ax: Axes, x: Sequence[float], rows: Sequence[dict[str, Any]], key: str, colour: str,
-         mark: str, label: str) -> None:  # fmt: skip
+def bars(
+    ax: Axes,
+    x: Sequence[float],
+    rows: Sequence[dict[str, Any]],
+    key: str,
+    colour: str,
+    mark: str,
+    label: str,
+) -> None:
     """Points with their intervals, where they have one."""
     for at, row in zip(x, rows):
         if row["low"] is not None:
@@ -214,9 +245,10 @@ def calibration(results: Results) -> Figure | None:
     if not rows:
         return None
     figure, ax = panel(
-        "Calibration error of the confidence by position in the draft", "draft",
+        "Calibration error of the confidence by position in the draft",
+        "draft",
         "expected calibration error",
-    )  # fmt: skip
+    )
     outcomes = list(dict.fromkeys(str(row["outcome"]) for row in rows))
     for i, name in enumerate(outcomes):
         mine = [row for row in rows if row["outcome"] == name]
@@ -224,11 +256,18 @@ def calibration(results: Results) -> Figure | None:
         for at, row in zip(x, mine):
             ax.plot([at, at], [row["ece"], row["ece_after"]], color=PALETTE[i], linewidth=1)
         ax.plot(x, [row["ece"] for row in mine], MARKERS[i], color=PALETTE[i], label=name)
-        ax.plot(x, [row["ece_after"] for row in mine], MARKERS[i], color=PALETTE[i],
-                markerfacecolor="white")  # fmt: skip
+        ax.plot(
+            x,
+            [row["ece_after"] for row in mine],
+            MARKERS[i],
+            color=PALETTE[i],
+            markerfacecolor="white",
+        )
         for at, row in zip(x, mine):
             if row["by_chance"]:
-                ax.plot([at - 0.07, at + 0.07], [row["by_chance"]] * 2, color="#555555", linewidth=1.5)
+                ax.plot(
+                    [at - 0.07, at + 0.07], [row["by_chance"]] * 2, color="#555555", linewidth=1.5
+                )
     ax.plot([], [], "o", color=GREY, markerfacecolor="white", label="hollow: fitted temperatures")
     ax.plot([], [], color="#555555", linewidth=1.5, label="bar: by chance, so few outcomes")
     ax.axhline(ECE, color=GREY, linewidth=0.8, linestyle=":", label=f"target {ECE:g}")
@@ -246,11 +285,21 @@ def routing(results: Results) -> Figure | None:
     figure, ax = panel(
         "Load of the busiest expert by layer, held-out text", "layer", "max / mean load (median)"
     )
-    names = {"all": "all text", "prefill": "prefill batch", "decode": "decode batch",
-             "document": "document"}  # fmt: skip
+    names = {
+        "all": "all text",
+        "prefill": "prefill batch",
+        "decode": "decode batch",
+        "document": "document",
+    }
     for i, kind in enumerate(kinds):
-        ax.plot([row["layer"] for row in rows], [row[kind] for row in rows], color=PALETTE[i],
-                marker=MARKERS[i], markersize=5, label=names[kind])  # fmt: skip
+        ax.plot(
+            [row["layer"] for row in rows],
+            [row[kind] for row in rows],
+            color=PALETTE[i],
+            marker=MARKERS[i],
+            markersize=5,
+            label=names[kind],
+        )
     ax.axhline(1, color=GREY, linewidth=0.8, linestyle=":", label="perfectly even")
     ax.set_xticks([row["layer"] for row in rows])
     ax.set_ylim(bottom=0)
@@ -263,16 +312,25 @@ def ablations(results: Results) -> Figure | None:
     if not rows:
         return None
     title = "More bits on held-out text without a mechanism"
-    figure, ax = panel(title, "change in %, 95 % over modules (linear below 0.1, log above)", "",
-                       (SIZE[0], 1.6 + 0.3 * len(rows)))  # fmt: skip
+    figure, ax = panel(
+        title,
+        "change in %, 95 % over modules (linear below 0.1, log above)",
+        "",
+        (SIZE[0], 1.6 + 0.3 * len(rows)),
+    )
     rows = rows[::-1]
     for at, row in enumerate(rows):
         shown = str(row["says"]).startswith(("worse", "better"))
         colour = BLUE if shown else ORANGE
         if row["low"] is not None:
             ax.plot([row["low"], row["high"]], [at, at], color=colour, linewidth=1.5)
-        ax.plot([row["change_percent"]], [at], "o" if shown else "s", color=colour,
-                markerfacecolor=colour if shown else "white")  # fmt: skip
+        ax.plot(
+            [row["change_percent"]],
+            [at],
+            "o" if shown else "s",
+            color=colour,
+            markerfacecolor=colour if shown else "white",
+        )
     ax.plot([], [], "o", color=BLUE, label="0 is outside the interval")
     ax.plot([], [], "s", color=ORANGE, markerfacecolor="white", label="a null: 0 is inside")
     ax.axvline(0, color=GREY, linewidth=0.8)

@@ -20,8 +20,13 @@ from experiments.nano.intervals import aligned, bits_per_byte, change, over_modu
 from experiments.nano.parallel import each
 from experiments.nano.study import Study
 from experiments.nano.texts import (
-    Document, Scored, pieces, token_nats, totals, xz_shares,
-)  # fmt: skip
+    Document,
+    Scored,
+    pieces,
+    token_nats,
+    totals,
+    xz_shares,
+)
 
 NOT_SHOWN = "not shown"  # what a table says where there is no evidence either way
 
@@ -41,9 +46,12 @@ def findings(study: Study, stored: Sequence[Scored]) -> Iterator[Finding]:
     yield older(study, cold, overlapped)
     yield more_context(study, stored, cold)
     yield headline(
-        study, "prose", study.prose, study.score(study.stored.logits, study.prose, size),
+        study,
+        "prose",
+        study.prose,
+        study.score(study.stored.logits, study.prose, size),
         control(study, study.prose, size),
-    )  # fmt: skip
+    )
 
 
 def control(study: Study, docs: Sequence[Document], size: int) -> list[Scored] | None:
@@ -62,9 +70,12 @@ def against_xz(docs: Sequence[Document], scored: Sequence[Scored]) -> Estimate:
 
 
 def headline(
-    study: Study, what: str, docs: Sequence[Document], stored: Sequence[Scored],
+    study: Study,
+    what: str,
+    docs: Sequence[Document],
+    stored: Sequence[Scored],
     plain: Sequence[Scored] | None,
-) -> Finding:  # fmt: skip
+) -> Finding:
     rows = []
     xz = 8 * sum(xz_shares(docs).values()) / sum(d.nbytes for d in docs)
     for name, scored in (("stored", stored), ("unquantised", plain)):
@@ -74,11 +85,17 @@ def headline(
         part = against_xz(docs, scored)
         rows.append(
             dict(
-                weights=name, fidelity=1, tokens=sum(len(s.nats) for s in scored),
-                bytes=sum(s.nbytes for s in scored), bits_per_byte=bits.value,
-                xz_bits_per_byte=xz, of_xz=part.value, low=part.low, high=part.high,
+                weights=name,
+                fidelity=1,
+                tokens=sum(len(s.nats) for s in scored),
+                bytes=sum(s.nbytes for s in scored),
+                bits_per_byte=bits.value,
+                xz_bits_per_byte=xz,
+                of_xz=part.value,
+                low=part.low,
+                high=part.high,
             )
-        )  # fmt: skip
+        )
     says = {
         "held-out": f"Bits per byte on held-out files ({study.said}), each token scored once in "
         f"cold pieces of {study.sizes.piece} tokens. of_xz: the share of the bits that xz -9 needs "
@@ -152,12 +169,17 @@ def by_position(study: Study, scored: Sequence[Scored]) -> Finding:
         step = risen(*whole[-2:]) if len(whole) > 1 else Estimate(None)
         rows.append(
             dict(
-                positions=f"{a}-{b - 1}", tokens=int(sum(n for _, n in every.values())),
-                nats_per_token=e.value, whole_tokens=int(sum(n for _, n in whole[-1].values())),
-                whole_nats=_number(f.value), rise_percent=_number(step.value),
-                low=step.low, high=step.high, says=shown(step) if len(whole) > 1 else "",
+                positions=f"{a}-{b - 1}",
+                tokens=int(sum(n for _, n in every.values())),
+                nats_per_token=e.value,
+                whole_tokens=int(sum(n for _, n in whole[-1].values())),
+                whole_nats=_number(f.value),
+                rise_percent=_number(step.value),
+                low=step.low,
+                high=step.high,
+                says=shown(step) if len(whole) > 1 else "",
             )
-        )  # fmt: skip
+        )
     says = (
         "Loss by position in the piece, stored model: it must be flat or falling. whole_*: only "
         f"pieces of {size} tokens, so that every bucket has the same pieces; rise_percent: of "
@@ -252,11 +274,14 @@ def more_context(study: Study, long: Sequence[Scored], short: Sequence[Scored]) 
         e = risen(near, far)
         rows.append(
             dict(
-                positions=f"{size + a}-{size + b - 1}", tokens=int(sum(n for _, n in far.values())),
-                change_percent=_number(e.value), low=e.low, high=e.high,
+                positions=f"{size + a}-{size + b - 1}",
+                tokens=int(sum(n for _, n in far.values())),
+                change_percent=_number(e.value),
+                low=e.low,
+                high=e.high,
                 says=shown(e),
             )
-        )  # fmt: skip
+        )
     says = (
         f"What {size} more tokens of context are worth: the same tokens at these positions of a "
         f"piece of {study.sizes.piece}, against a cold piece of {size}. Negative is better; here "

@@ -220,7 +220,5 @@ def _replaced(piece: Piece, new: Mapping[str, str]) -> str:
     if kind == NAME:
         return new.get(text, text)
     if kind == PROSE:
-        return _IN_STRING.sub(
-            lambda m: new.get(m[0], m[0]) if _CODE.search(m[0]) else m[0], text
-        )
+        return _IN_STRING.sub(lambda m: new.get(m[0], m[0]) if _CODE.search(m[0]) else m[0], text)
     return text

@@ -19,8 +19,16 @@ from pathlib import Path
 import torch
 
 from experiments.nano import (
-    ablations, acceptance, calibration, checks, drafts, evaluation, quality, routing, summary,
-)  # fmt: skip
+    ablations,
+    acceptance,
+    calibration,
+    checks,
+    drafts,
+    evaluation,
+    quality,
+    routing,
+    summary,
+)
 from experiments.nano.calibration import Observed
 from experiments.nano.findings import Finding, Report
 from experiments.nano.study import Sizes, Study, load
@@ -31,22 +39,37 @@ SECTIONS = ("quality", "paths", "drafts", "calibration", "routing", "ablations")
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.nano.report", description=__doc__,
+        prog="python -m experiments.nano.report",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("--checkpoint", required=True, help="folder of the stored checkpoint")
-    p.add_argument("--unquantised", required=True, 
-                   help="folder of the same weights in BF16: the backbone stage's")  # fmt: skip
+    p.add_argument(
+        "--unquantised",
+        required=True,
+        help="folder of the same weights in BF16: the backbone stage's",
+    )
     p.add_argument("--second-seed", help="stored checkpoint of another training run")
     p.add_argument("--out", type=Path, help="JSON file to write")
     p.add_argument("--quick", action="store_true", help="small sizes, to try the command")
-    p.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
-                   help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
+    p.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=f"sections to run: {', '.join(SECTIONS)}",
+    )
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--jobs", type=_count, default=1, help="processes over documents, on a CPU")
     p.add_argument("--threads", type=_count, default=1, help="of torch's operations (default 1)")
-    p.add_argument("--texts", type=Path, nargs=3, metavar=("HELDOUT", "PROSE", "DEV"),
-                   help="folders of text files instead of the package's own texts")  # fmt: skip
+    p.add_argument(
+        "--texts",
+        type=Path,
+        nargs=3,
+        metavar=("HELDOUT", "PROSE", "DEV"),
+        help="folders of text files instead of the package's own texts",
+    )
     return p.parse_args(arguments)
 
 
@@ -69,9 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unquantised = load(o.unquantised, sizes, o.device)
         heldout, prose, dev = (documents(stored.tokenizer, t) for t in found)
         study = Study(stored, unquantised, heldout, prose, dev, sizes, o.jobs)
-        facts = dict(vars(o), out=None, texts=bool(o.texts), checkpoint=None, unquantised=None,
-                     second_seed=None, only=list(o.only), torch=torch.__version__,
-                     stored=stored.fingerprint, bf16=unquantised.fingerprint)  # fmt: skip
+        facts = dict(
+            vars(o),
+            out=None,
+            texts=bool(o.texts),
+            checkpoint=None,
+            unquantised=None,
+            second_seed=None,
+            only=list(o.only),
+            torch=torch.__version__,
+            stored=stored.fingerprint,
+            bf16=unquantised.fingerprint,
+        )
         report = Report(o.out, facts)
         where = f"{o.device}, {o.jobs} job(s) of {o.threads} thread(s), torch {torch.__version__}"
         print(f"nano report: {study.said}; {where}")
@@ -94,8 +126,9 @@ def check(o: argparse.Namespace) -> None:
         raise ValueError(f"--out {o.out}: a file in a folder that is there is needed")
     opened = {
         wish: checks.checkpoint(getattr(o, wish), "--" + wish.replace("_", "-"))
-        for wish in ("checkpoint", "unquantised", "second_seed") if getattr(o, wish) is not None
-    }  # fmt: skip
+        for wish in ("checkpoint", "unquantised", "second_seed")
+        if getattr(o, wish) is not None
+    }
     checks.not_rounded(opened["unquantised"], opened["checkpoint"])
 
 
@@ -221,9 +254,7 @@ def on_text(study: Study, docs: Sequence[Document]) -> list[acceptance.Acceptanc
         return acceptance.measure(eng, study.bos, docs, s.piece, s.apart, study.jobs)
 
 
-def observed(
-    runs: drafts.Runs, found: Sequence[acceptance.Acceptance]
-) -> dict[str, Observed]:
+def observed(runs: drafts.Runs, found: Sequence[acceptance.Acceptance]) -> dict[str, Observed]:
     """Outcomes that confidences are held against, by name."""
     return {
         "1 - TV on text": Observed.of_laws(found),
@@ -235,9 +266,14 @@ def observed(
 def second_figures(folder: str, study: Study, device: str) -> dict[str, summary.Figure]:
     """Headline figures of another checkpoint on the same texts."""
     other = Study(
-        load(folder, study.sizes, device), None, study.heldout, study.prose, study.dev,
-        study.sizes, study.jobs,
-    )  # fmt: skip
+        load(folder, study.sizes, device),
+        None,
+        study.heldout,
+        study.prose,
+        study.dev,
+        study.sizes,
+        study.jobs,
+    )
     scored = other.score(other.stored.logits, other.heldout, study.sizes.piece)
     mine = Drafting(other)
     list(mine.measure())

@@ -111,14 +111,17 @@ def findings(study: Study, routed: Sequence[Routed]) -> Iterator[Finding]:
     by_document = torch.stack([skew(load(r.ids, experts)) for r in routed], 1)
     rows = [
         dict(
-            layer=layer, unused=int((whole[layer] == 0).sum()),
+            layer=layer,
+            unused=int((whole[layer] == 0).sum()),
             least_over_mean=float(whole[layer].min() / whole[layer].double().mean()),
-            all=float(skew(whole[layer])), prefill=_middle(by_prefill[layer]),
-            decode=_middle(by_decode[layer]), document=_middle(by_document[layer]),
+            all=float(skew(whole[layer])),
+            prefill=_middle(by_prefill[layer]),
+            decode=_middle(by_decode[layer]),
+            document=_middle(by_document[layer]),
             worst_document=float(by_document[layer].max()),
         )
         for layer in range(len(whole))
-    ]  # fmt: skip
+    ]
     says = (
         f"Load of the {experts} experts (top-{k}) by layer on {every.shape[1]:,} held-out tokens. "
         "unused: experts nobody chose; the others are max/mean load: of all tokens, and the median "

@@ -32,9 +32,18 @@ class Sizes:
 
     def quick(self) -> Sizes:
         return replace(
-            self, piece=256, part=96, older=128, contexts=12, prompt=96, written=24, apart=16,
-            paths=64, paths_slow=2, rows=128,
-        )  # fmt: skip
+            self,
+            piece=256,
+            part=96,
+            older=128,
+            contexts=12,
+            prompt=96,
+            written=24,
+            apart=16,
+            paths=64,
+            paths_slow=2,
+            rows=128,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,11 @@ class Study:
 def load(path: str, sizes: Sizes, device: str = "cpu", dtype: str = "float32") -> Engine:
     """A checkpoint folder in float32 at fidelity 1, with room for the study's texts."""
     return Engine.from_pretrained(
-        path, device=device, dtype=dtype, fidelity=1, max_model_len=max(sizes.piece, 64),
-        max_num_seqs=sizes.seqs, max_num_batched_tokens=sizes.rows,
-    )  # fmt: skip
+        path,
+        device=device,
+        dtype=dtype,
+        fidelity=1,
+        max_model_len=max(sizes.piece, 64),
+        max_num_seqs=sizes.seqs,
+        max_num_batched_tokens=sizes.rows,
+    )

@@ -64,9 +64,11 @@ def _known(reached: bool | None) -> str:
 
 
 def finding(
-    study: Study, tables: Mapping[str, Table], mine: Mapping[str, Figure],
+    study: Study,
+    tables: Mapping[str, Table],
+    mine: Mapping[str, Figure],
     second: Mapping[str, Figure] | None,
-) -> Finding:  # fmt: skip
+) -> Finding:
     """One row a target. tables: what the sections found; a section that was left out has no row."""
     rows = [*_of_model(tables, mine, second), *_of_drafter(mine, second), *_of_removals(tables)]
     says = "Headline figures of the stored checkpoint beside their targets."
@@ -85,9 +87,13 @@ def _row(what: str, target: str, measured: float | None, reached: str = "") -> R
 
 
 def _compared(
-    what: str, key: str, sign: str, target: float | None, mine: Mapping[str, Figure],
+    what: str,
+    key: str,
+    sign: str,
+    target: float | None,
+    mine: Mapping[str, Figure],
     second: Mapping[str, Figure] | None,
-) -> Row:  # fmt: skip
+) -> Row:
     """A figure that must be at most ('<=') or at least ('>=') the target; None: it is reported."""
     figure, other = mine[key], second[key] if second else Figure(None)
     notes = [figure.but, f"second seed: {other.but}" if other.but else ""]

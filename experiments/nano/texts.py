@@ -103,9 +103,12 @@ def score_one(logits: Logits, bos: int, doc: Document, size: int) -> Scored:
     length = [torch.full((b - a,), b - a) for a, b in cuts]
     none = torch.zeros(0)
     return Scored(
-        doc.module, doc.nbytes, torch.cat([none.double(), *nats]),
-        torch.cat([none.long(), *place]), torch.cat([none.long(), *length]),
-    )  # fmt: skip
+        doc.module,
+        doc.nbytes,
+        torch.cat([none.double(), *nats]),
+        torch.cat([none.long(), *place]),
+        torch.cat([none.long(), *length]),
+    )
 
 
 def score(

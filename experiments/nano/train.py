@@ -38,10 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run a stage. Exit status: 0 done, 2 refused before it began, with a line that says why."""
     args = _parser().parse_args(argv)
     prepare, run = {
-        "backbone": (for_backbone, run_backbone), "drafter": (for_drafter, run_drafter),
-        "paths": (for_paths, run_paths), "ship": (shipped, say_shipped),
+        "backbone": (for_backbone, run_backbone),
+        "drafter": (for_drafter, run_drafter),
+        "paths": (for_paths, run_paths),
+        "ship": (shipped, say_shipped),
         "bench": (for_bench, run_bench),
-    }[args.stage]  # fmt: skip
+    }[args.stage]
     try:
         if args.stage in ("backbone", "drafter"):
             checks.no_other_run(args.out)
@@ -88,8 +90,14 @@ def run_backbone(args, recipe, config, tokenizer, data) -> None:
     log = _log(args, recipe)
     began = time.perf_counter()
     held = backbone.train(
-        model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
-        capture=args.capture, stop_after=args.seconds,
+        model,
+        recipe,
+        data,
+        seed=args.seed,
+        log=log,
+        compiled=args.compiled,
+        capture=args.capture,
+        stop_after=args.seconds,
     )
     stored = _write(args, config, held, tokenizer)
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
@@ -101,7 +109,10 @@ def _log(args, recipe: Any) -> Log:
     """The stage's log, which begins with what it was asked for."""
     log = Log(Path(args.out) / "log.jsonl")
     log.row(
-        stage="start", seed=args.seed, recipe=str(recipe), torch=torch.__version__,
+        stage="start",
+        seed=args.seed,
+        recipe=str(recipe),
+        torch=torch.__version__,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device,
     )
     return log
@@ -136,8 +147,14 @@ def run_drafter(args, recipe, checkpoint, tokenizer, data) -> None:
     log = _log(args, recipe)
     began = time.perf_counter()
     held = drafter.train(
-        model, recipe, data, seed=args.seed, log=log, compiled=args.compiled,
-        capture=args.capture, stop_after=args.seconds,
+        model,
+        recipe,
+        data,
+        seed=args.seed,
+        log=log,
+        compiled=args.compiled,
+        capture=args.capture,
+        stop_after=args.seconds,
     )
     stored = _write(args, config, held, tokenizer)
     log.row(stage="written", seconds=time.perf_counter() - began, stored=stored)
@@ -222,8 +239,11 @@ def _data(work: str | Path):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.nano.train", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.nano.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--work", default=WORK, help="folder of corpus.npz and tokenizer.json")
     parser.add_argument("--eager", action="store_true", help="no torch.compile on an accelerator")

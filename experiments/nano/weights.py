@@ -78,7 +78,10 @@ def is_matrix(name: str) -> bool:
 
 
 def model_from(
-    config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Any, dtype: torch.dtype,
+    config: ModelConfig,
+    state: Mapping[str, Tensor],
+    tokenizer: Any,
+    dtype: torch.dtype,
     device: torch.device | str,
 ) -> Model:
     """A Model that holds `state`, unrounded but for dtype."""
@@ -149,6 +152,10 @@ def write_both(
     }
     for name, quantised in (("stored", True), ("unquantised", False)):
         write(
-            Path(folder) / name, config, kept, tokenizer=tokenizer, quantised=quantised,
+            Path(folder) / name,
+            config,
+            kept,
+            tokenizer=tokenizer,
+            quantised=quantised,
             overwrite=True,
         )

@@ -36,8 +36,15 @@ def prompts(splits: list[Split], n: int, length: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def write(
-    model: Model, starts: Tensor, length: int, temperatures: Tensor, *, seed: int,
-    prefill: int = 64, compiled: bool = False, capture: bool = False,
+    model: Model,
+    starts: Tensor,
+    length: int,
+    temperatures: Tensor,
+    *,
+    seed: int,
+    prefill: int = 64,
+    compiled: bool = False,
+    capture: bool = False,
 ) -> Tensor:
     """[n, p + length]: starts [n, p] continued by the model at fidelity 1.
 
@@ -59,9 +66,7 @@ def write(
         # Rows behind the prompt write keys that the first steps overwrite or may not see.
         context = fast.context(c, padded, compiled=compiled, dtype=model.dtype)
         last = torch.arange(rows, device=device) * whole + p - 1
-        context.batch = replace(
-            context.batch, pages=pages[at], state=states[at], logit_rows=last
-        )
+        context.batch = replace(context.batch, pages=pages[at], state=states[at], logit_rows=last)
         context.cache = cache
         out[at, p] = draw(model(context).logits, temperatures[at])
     step = _step(model, cache, pages, states, out, temperatures, capture)
@@ -84,7 +89,12 @@ def _cache(model: Model, n: int, longest: int) -> tuple[KVCache, Tensor, Tensor]
 
 
 def _step(
-    model: Model, cache: KVCache, pages: Tensor, states: Tensor, out: Tensor, temperatures: Tensor,
+    model: Model,
+    cache: KVCache,
+    pages: Tensor,
+    states: Tensor,
+    out: Tensor,
+    temperatures: Tensor,
     capture: bool,
 ) -> Captured:
     """step(at=p): every sequence's token at position p goes in, that at p + 1 is drawn."""
@@ -102,10 +112,18 @@ def _step(
         behind = at - torch.arange(1, back + 1, device=device)
         lookback = out[:, behind.clamp(min=0)].masked_fill(behind < 0, -1)
         batch = Batch(
-            ids=out.index_select(1, at[None])[:, 0], positions=positions, seq=each,
-            rows=torch.ones_like(each), length=positions, pages=pages, state=states,
-            lookback=lookback, logit_rows=each, row_set=RowSet(positions, each, each, positions),
-            reach=longest, max_rows=1,
+            ids=out.index_select(1, at[None])[:, 0],
+            positions=positions,
+            seq=each,
+            rows=torch.ones_like(each),
+            length=positions,
+            pages=pages,
+            state=states,
+            lookback=lookback,
+            logit_rows=each,
+            row_set=RowSet(positions, each, each, positions),
+            reach=longest,
+            max_rows=1,
         )
         ctx = ForwardContext(
             config=c, batch=batch, ops=ops, cache=cache, _shared=dict(constants), **slots

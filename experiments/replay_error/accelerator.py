@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import deepinfer as di
 import torch
+
+import deepinfer as di
 from deepinfer.measure.provenance import collect, of_engine
 from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
-
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.readme_tables import table
 
@@ -48,11 +48,16 @@ def block(folder: Path = STORED) -> str:
     part = read(folder / "accelerator.json")
     lines = [
         [
-            f"{r['length']:,}", r["dtype"], f"`{r['policy']}`", f"{1e3 * r['seconds']:.0f}",
-            f"{1e3 * r['fastest']:.0f}", f"{r['speedup']:.2f}", f"{r['predicted_flops']:.2f}",
+            f"{r['length']:,}",
+            r["dtype"],
+            f"`{r['policy']}`",
+            f"{1e3 * r['seconds']:.0f}",
+            f"{1e3 * r['fastest']:.0f}",
+            f"{r['speedup']:.2f}",
+            f"{r['predicted_flops']:.2f}",
         ]
         for r in part.tables["seconds"]
-    ]  # fmt: skip
+    ]
     head = ["prompt", "dtype", "policy", "ms", "least", "speedup", "by FLOPs"]
     f, title = part.facts, part.tables["seconds"].title
     said = f"{f['device']}, torch {f['torch']}, commit `{str(f['commit'])[:12]}`; {title}."
@@ -61,9 +66,10 @@ def block(folder: Path = STORED) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.replay_error.accelerator", description=__doc__,
+        prog="python -m experiments.replay_error.accelerator",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("--out", type=Path, required=True, help="folder of the result")
     p.add_argument("--device", default="cuda", help="cuda, or cpu to try the command")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")

@@ -12,9 +12,7 @@ from experiments.replay_error.tables import pairs
 def held(so: bool, claim: str) -> None:
     """AssertionError where the results do not say what the page claims."""
     if not so:
-        raise AssertionError(
-            f"the results do not say that {claim}: write that finding anew"
-        )
+        raise AssertionError(f"the results do not say that {claim}: write that finding anew")
 
 
 def one(parts: Parts, part: str, policy: str, where: str = "summary", **equal: object) -> Row:
@@ -23,9 +21,11 @@ def one(parts: Parts, part: str, policy: str, where: str = "summary", **equal: o
 
 
 def pair(parts: Parts, part: str, first: str, second: str) -> Row:
-    found = [*rows(parts, part, "pairs", first=first, second=second)] if part else [
-        r for r in against_floors(parts) if (r["first"], r["second"]) == (first, second)
-    ]  # fmt: skip
+    found = (
+        [*rows(parts, part, "pairs", first=first, second=second)]
+        if part
+        else [r for r in against_floors(parts) if (r["first"], r["second"]) == (first, second)]
+    )
     (row,) = found
     return row
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepinfer.measure.table import Table
-
 from experiments.replay_error.files import Part, read_all
 
 TIMES = ("seconds", "fastest", "speedup")  # columns that no two runs share
@@ -48,13 +47,16 @@ def outside(a: Table, b: Table) -> tuple[int, list[str]]:
     both = [(x, y) for x, y in zip(a, b) if x["kl_low"] is not None]
     return len(both), [
         f"{x['policy']}: {y['kl']:.3g}, not in [{x['kl_low']:.3g}, {x['kl_high']:.3g}]"
-        for x, y in both if not x["kl_low"] - 1e-6 <= y["kl"] <= x["kl_high"] + 1e-6
-    ]  # fmt: skip
+        for x, y in both
+        if not x["kl_low"] - 1e-6 <= y["kl"] <= x["kl_high"] + 1e-6
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where all is the same to the digit."""
-    p = argparse.ArgumentParser(prog="python -m experiments.replay_error.compare", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.replay_error.compare", description=__doc__
+    )
     p.add_argument("first", type=Path, help="results of a run")
     p.add_argument("second", type=Path, help="those of another")
     o = p.parse_args(arguments)
@@ -74,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         mine, its = first[name].tables, second[name].tables
         if set(mine) != set(its):
-            print(f"{name}: other tables: {', '.join(sorted(set(mine) ^ set(its)))} in one of the two")
+            print(
+                f"{name}: other tables: {', '.join(sorted(set(mine) ^ set(its)))} in one of the two"
+            )
             found += 1
             continue
         apart = [d for t in mine for d in differences(mine[t], its[t])]
@@ -86,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         far, where = max(apart)
         counts, out = zip(*(outside(mine[t], its[t]) for t in mine))
         print(f"{name}: {len(apart)} of {cells} cells differ, most by {far:.3g} ({where})")
-        print(f"  {sum(map(len, out))} of {sum(counts)} means of KL outside the first run's intervals")
+        print(
+            f"  {sum(map(len, out))} of {sum(counts)} means of KL outside the first run's intervals"
+        )
         for words in (w for some in out for w in some):
             print(f"    {words}")
     return int(found > 0)

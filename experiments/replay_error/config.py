@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 
 from deepinfer.config import ModelConfig
 from deepinfer.slots.replay import Bounded, Halo
-
 from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
 from experiments.replay_error.stairs import Stairs
 
@@ -64,15 +63,38 @@ USED = {
 
 FULL = Sizes()
 QUICK = Sizes(
-    passages=9, prompt=448, continuation=16, hit=320, lengths=(256, 512), turns=2, free_tokens=8,
-    cost_lengths=(512,), cost_repeats=1, short_keeps=(1, 64), steps=(0.2, 1.0), later_steps=(0.2, 1.0),
-)  # fmt: skip
+    passages=9,
+    prompt=448,
+    continuation=16,
+    hit=320,
+    lengths=(256, 512),
+    turns=2,
+    free_tokens=8,
+    cost_lengths=(512,),
+    cost_repeats=1,
+    short_keeps=(1, 64),
+    steps=(0.2, 1.0),
+    later_steps=(0.2, 1.0),
+)
 # For the tests: a prompt longer than the exact length of the tiny model.
 TINY = Sizes(
-    passages=9, prompt=96, continuation=12, hit=64, lengths=(64, 96), first_prompt=40, turns=2, turn_tokens=24,
-    free_prompt=96, free_tokens=4, cost_lengths=(64,), cost_repeats=1, short_keeps=(1, 8), steps=(0.5, 1.0),
-    later_steps=(1.0,), batch=5,
-)  # fmt: skip
+    passages=9,
+    prompt=96,
+    continuation=12,
+    hit=64,
+    lengths=(64, 96),
+    first_prompt=40,
+    turns=2,
+    turn_tokens=24,
+    free_prompt=96,
+    free_tokens=4,
+    cost_lengths=(64,),
+    cost_repeats=1,
+    short_keeps=(1, 8),
+    steps=(0.5, 1.0),
+    later_steps=(1.0,),
+    batch=5,
+)
 
 
 def depths(

@@ -55,12 +55,17 @@ def watched(eng: Engine, timer: Timer) -> Iterator[None]:
     attention, experts = type(eng.slots["attention"]), type(eng.slots["experts"])
     ops = eng.runtime.ops
     places: list[tuple[Any, str, str]] = [
-        (Layer, "forward", "projections and streams"), (attention, "select", "index masks"),
-        (ops, "index_scores", "index scores"), (ops, "topk", "index top-k"),
-        (ops, "candidate_blocks", "index blocks"), (csa2, "outside", "index blocks"),
-        (attention, "attend", "attention"), (experts, "route", "experts"),
-        (experts, "forward", "experts"), (Engram, "forward", "engram"),
-    ]  # fmt: skip
+        (Layer, "forward", "projections and streams"),
+        (attention, "select", "index masks"),
+        (ops, "index_scores", "index scores"),
+        (ops, "topk", "index top-k"),
+        (ops, "candidate_blocks", "index blocks"),
+        (csa2, "outside", "index blocks"),
+        (attention, "attend", "attention"),
+        (experts, "route", "experts"),
+        (experts, "forward", "experts"),
+        (Engram, "forward", "engram"),
+    ]
     old = [(kind, name, getattr(kind, name)) for kind, name, _ in places]
     try:
         for kind, name, op in places:
@@ -73,15 +78,24 @@ def watched(eng: Engine, timer: Timer) -> Iterator[None]:
 
 
 def where_it_goes(
-    eng: Engine, ids: Sequence[int], policies: Mapping[str, Any], lengths: Sequence[int], repeats: int
+    eng: Engine,
+    ids: Sequence[int],
+    policies: Mapping[str, Any],
+    lengths: Sequence[int],
+    repeats: int,
 ) -> Table:
     """CPU seconds and FLOPs of a prefill by policy, length, side and op; the least of `repeats` runs of
     each. FLOPs: those of the formula, 0 where it counts none."""
     rows: list[dict[str, object]] = []
     base = eng.with_(
-        replay="exact", prefix_cache=False, num_snapshots=None, max_num_seqs=1, num_pages=None,
-        max_model_len=max(lengths) + 1, verifier="off",
-    )  # fmt: skip
+        replay="exact",
+        prefix_cache=False,
+        num_snapshots=None,
+        max_num_seqs=1,
+        num_pages=None,
+        max_model_len=max(lengths) + 1,
+        verifier="off",
+    )
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for length in lengths:
         for name, policy in {"exact": "exact", **policies}.items():
@@ -96,7 +110,13 @@ def where_it_goes(
                 best = min(runs, key=lambda s: sum(s.values()))
                 flops = flops_by(own, name, length)
                 rows += [
-                    dict(length=length, policy=name, side=side, op=op, seconds=best.get((side, op), 0.0))
+                    dict(
+                        length=length,
+                        policy=name,
+                        side=side,
+                        op=op,
+                        seconds=best.get((side, op), 0.0),
+                    )
                     | dict(flops=flops.get((side, op), 0))
                     for side, op in sorted(set(best) | set(flops))
                 ]

@@ -3,13 +3,25 @@ costs."""
 
 from __future__ import annotations
 
-from deepinfer.display.html import PALETTE
 from matplotlib.axes import Axes
 
+from deepinfer.display.html import PALETTE
 from experiments.replay_error.figures import (
-    FLOORS, KL, Parts, deepest, finished, floor_lines, from_zero, gray, layers_of, legend, line,
-    panels, rows, starting,
-)  # fmt: skip
+    FLOORS,
+    KL,
+    Parts,
+    deepest,
+    finished,
+    floor_lines,
+    from_zero,
+    gray,
+    layers_of,
+    legend,
+    line,
+    panels,
+    rows,
+    starting,
+)
 
 
 def drafts(parts: Parts) -> Axes:
@@ -128,11 +140,16 @@ def where(parts: Parts) -> list[Axes]:
             }
             widths = [scale * some.get(key, 0.0) / key[0] for key in keys]
             ax.barh(
-                range(len(keys)), widths, left=left, height=0.7,
+                range(len(keys)),
+                widths,
+                left=left,
+                height=0.7,
                 color=PALETTE[ops.index(op) % len(PALETTE)] if op in ops else "0.2",
-                hatch="//" if side == "decoder" else None, edgecolor="white", linewidth=0.3,
+                hatch="//" if side == "decoder" else None,
+                edgecolor="white",
+                linewidth=0.3,
                 label=op if side != "decoder" else None,
-            )  # fmt: skip
+            )
             left = [a + b for a, b in zip(left, widths)]
         ax.barh(
             [0],

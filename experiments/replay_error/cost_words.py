@@ -69,8 +69,9 @@ def cost(parts: Parts) -> str:
             )
             for policy in ("exact", "compact")
         ]
-        for only in (False, True) for column in ("seconds", "flops")
-    )  # fmt: skip
+        for only in (False, True)
+        for column in ("seconds", "flops")
+    )
     measured, formula = (
         (a[0] - b[0]) / (a[1] - b[1]) for a, b in ((all_ops, index), (work, scores))
     )

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
 from deepinfer.display.html import PALETTE
 from deepinfer.display.plots import MARKERS
 from deepinfer.display.replay import DASHES
-from matplotlib.axes import Axes
-
 from experiments.replay_error.files import Part
 
 Parts = Mapping[str, Part]
@@ -42,9 +42,16 @@ def deepest(parts: Parts, part: str) -> list[Row]:
 
 
 def line(
-    ax: Axes, points: Sequence[Row], x: str, y: str, i: int, label: str, fmt: str = "-",
-    size: int = 4, color: str | None = None,
-) -> None:  # fmt: skip
+    ax: Axes,
+    points: Sequence[Row],
+    x: str,
+    y: str,
+    i: int,
+    label: str,
+    fmt: str = "-",
+    size: int = 4,
+    color: str | None = None,
+) -> None:
     """A column over another with its interval."""
     if not points:
         return
@@ -57,9 +64,17 @@ def line(
             [max(b - a, 0) for a, b in zip(ys, high)],
         ]
     ax.errorbar(
-        xs, ys, yerr=bars, label=label, color=color or PALETTE[i % len(PALETTE)], capsize=2,
-        linestyle=fmt, marker=MARKERS[i % len(MARKERS)], markersize=size, linewidth=1.2,
-    )  # fmt: skip
+        xs,
+        ys,
+        yerr=bars,
+        label=label,
+        color=color or PALETTE[i % len(PALETTE)],
+        capsize=2,
+        linestyle=fmt,
+        marker=MARKERS[i % len(MARKERS)],
+        markersize=size,
+        linewidth=1.2,
+    )
 
 
 def gray(name: str) -> dict[str, Any]:

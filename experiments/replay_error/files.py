@@ -36,7 +36,7 @@ class Part:
             },
         }
         text = json.dumps(whole, allow_nan=False, separators=(",", ":"))
-        text = text.replace("],[", "],\n[").replace("\"tables\":", "\n\"tables\":")
+        text = text.replace("],[", "],\n[").replace('"tables":', '\n"tables":')
         path = folder / f"{self.name}.json"
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", "utf-8")
@@ -51,10 +51,12 @@ def read(path: Path) -> Part:
     tables = {
         name: Table(
             [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]],
-            t["columns"], title=t["title"], provenance=whole["facts"],
+            t["columns"],
+            title=t["title"],
+            provenance=whole["facts"],
         )
         for name, t in whole["tables"].items()
-    }  # fmt: skip
+    }
     return Part(whole["part"], whole["facts"], tables, whole["took"])
 
 

@@ -20,11 +20,24 @@ from experiments.replay_error.words import found
 HERE = Path(__file__).resolve().parent
 
 BLOCKS: dict[str, Callable[[Parts], str]] = {
-    "facts": t.facts, "found": found, "keep": t.keep, "differences": t.differences, "depth": t.depth, "law": t.law,
-    "lengths": t.lengths, "lengths_pairs": t.lengths_pairs, "turns": t.turns, "turns_pairs": t.turns_pairs,
-    "sides": t.sides, "prose": t.prose, "drafts": t.drafts, "divergence": t.divergence, "seconds": t.seconds,
-    "where": t.where, "accelerator": lambda _: accelerator.block(),
-}  # fmt: skip
+    "facts": t.facts,
+    "found": found,
+    "keep": t.keep,
+    "differences": t.differences,
+    "depth": t.depth,
+    "law": t.law,
+    "lengths": t.lengths,
+    "lengths_pairs": t.lengths_pairs,
+    "turns": t.turns,
+    "turns_pairs": t.turns_pairs,
+    "sides": t.sides,
+    "prose": t.prose,
+    "drafts": t.drafts,
+    "divergence": t.divergence,
+    "seconds": t.seconds,
+    "where": t.where,
+    "accelerator": lambda _: accelerator.block(),
+}
 
 
 def filled(text: str, parts: Parts) -> str:

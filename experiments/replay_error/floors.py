@@ -6,11 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.replay.error import (
-    check_finite, law_rows, measuring_engine, plan_of, policies, shape_of,
-)  # fmt: skip
+    check_finite,
+    law_rows,
+    measuring_engine,
+    plan_of,
+    policies,
+    shape_of,
+)
 from deepinfer.measure.replay.passes import Passage, first_layer
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
@@ -18,7 +24,6 @@ from deepinfer.measure.replay.windows import window_errors
 from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay import Bounded
-
 from experiments.replay_error.passages import Passages
 
 WORDS = {
@@ -51,9 +56,13 @@ def in_chunks(eng: Engine, ids: list[int], prompt: int) -> torch.Tensor:
 
 @torch.no_grad()
 def floors(
-    eng: Engine, texts: Passages, prompt: int, continuation: int, names: Sequence[str],
+    eng: Engine,
+    texts: Passages,
+    prompt: int,
+    continuation: int,
+    names: Sequence[str],
     also: Mapping[str, Any] | None = None,
-) -> ReplayReport:  # fmt: skip
+) -> ReplayReport:
     """The meters of `replay_error` between eng and others: passes over the whole text without a
     cache, as there, but for the chunks. Window keys are compared at the places where Bounded()
     leaves some (those of the chunks are not): next to a policy's they are in the same bins.

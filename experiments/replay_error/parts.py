@@ -13,11 +13,17 @@ from deepinfer.measure.replay.divergence import WAYS, first_difference
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
-
 from experiments.replay_error.config import (
-    Sizes, boxes, default, few_policies, free_policies, keep_policies, length_policies, side_policies,
+    Sizes,
+    boxes,
+    default,
+    few_policies,
+    free_policies,
+    keep_policies,
+    length_policies,
+    side_policies,
     turn_policies,
-)  # fmt: skip
+)
 from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.floors import CHUNK, engines, floors
 from experiments.replay_error.passages import Passages, last, passages
@@ -33,9 +39,15 @@ FLOORS = ("chunks", "fidelity 0", "fidelity 2", "top-k halved")
 
 
 def measured(
-    eng: Engine, texts: Passages, policies: Mapping[str, Any], prompt: int, sizes: Sizes, say: Say,
-    what: str, **more: Any,
-) -> ReplayReport:  # fmt: skip
+    eng: Engine,
+    texts: Passages,
+    policies: Mapping[str, Any],
+    prompt: int,
+    sizes: Sizes,
+    say: Say,
+    what: str,
+    **more: Any,
+) -> ReplayReport:
     """`replay_error` in batches of passages, with a line of progress each."""
 
     def one(at: Passages) -> ReplayReport:
@@ -54,9 +66,14 @@ def measured(
 
 
 def floored(
-    eng: Engine, texts: Passages, prompt: int, sizes: Sizes, say: Say, what: str,
+    eng: Engine,
+    texts: Passages,
+    prompt: int,
+    sizes: Sizes,
+    say: Say,
+    what: str,
     also: Mapping[str, Any] | None = None,
-) -> ReplayReport:  # fmt: skip
+) -> ReplayReport:
     """All floors, and policies from the same exact pass."""
 
     def one(at: Passages) -> ReplayReport:
@@ -107,8 +124,10 @@ def prose(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     compared = [(default(eng.config), name) for name in ("fidelity 0", "top-k halved")]
     return {
         **{k: t for k, t in stored(r).items() if k != "passages"},
-        "floors summary": f.summary(), "texts": texts_of(r), "pairs": pairs(both, compared),
-    }  # fmt: skip
+        "floors summary": f.summary(),
+        "texts": texts_of(r),
+        "pairs": pairs(both, compared),
+    }
 
 
 def length(eng: Engine, sizes: Sizes, say: Say) -> Tables:
@@ -198,8 +217,11 @@ def free(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     rows = [
         dict(text=i, group=texts.modules[i], policy=name, way=way, tokens=sizes.free_tokens)
         | dict(diverged=first_difference(said["exact", way][i], said[name, way][i]))
-        for name in made if name != "exact" for way in WAYS for i in range(len(texts))
-    ]  # fmt: skip
+        for name in made
+        if name != "exact"
+        for way in WAYS
+        for i in range(len(texts))
+    ]
     return {
         "divergence": Table(
             rows, title="output position of the first token that differs from exact's"
@@ -259,9 +281,16 @@ def cost(eng: Engine, sizes: Sizes, say: Say) -> Tables:
 
 
 PARTS: dict[str, Callable[[Engine, Sizes, Say], Tables]] = {
-    "keep": keep, "floors": keep_floors, "sides": sides, "turns": turns, "law": law, "prose": prose,
-    "length": length, "free": free, "cost": cost,
-}  # fmt: skip
+    "keep": keep,
+    "floors": keep_floors,
+    "sides": sides,
+    "turns": turns,
+    "law": law,
+    "prose": prose,
+    "length": length,
+    "free": free,
+    "cost": cost,
+}
 TIMED = ("cost",)  # whose numbers no two runs share
 
 

@@ -33,7 +33,9 @@ def passages(eng: Engine, of: str, tokens: int, count: int) -> Passages:
         parts = [ids[i : i + body] for i in range(0, len(ids) - body + 1, body)]
         queues.setdefault(text.module, []).extend(parts)
     most = max((len(q) for q in queues.values()), default=0)
-    found = [(q[turn], m) for turn in range(most) for m, q in sorted(queues.items()) if turn < len(q)]
+    found = [
+        (q[turn], m) for turn in range(most) for m, q in sorted(queues.items()) if turn < len(q)
+    ]
     if len(found) < count:
         raise ValueError(f"{count} passages of {tokens} tokens of {of}: there are {len(found)}")
     bos = eng.config.bos_token_id

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepinfer.measure.bootstrap import over_groups
-
-from experiments.replay_error.files import Part
 from experiments.replay_error.figures import FLOORS, deepest, layers_of, rows
+from experiments.replay_error.files import Part
 from experiments.replay_error.tables import pairs
 
 Parts = Mapping[str, Part]
@@ -48,9 +47,13 @@ ERRORS = ("KL mean [95 %]", "median", "p99", "maximum", "top-1 agreement", "perp
 
 def errors(row: Row) -> list[str]:
     return [
-        interval(row, "kl"), number(row["kl_median"]), number(row["kl_p99"]), number(row["kl_max"]),
-        f"{row['agreement']:.4f}", interval(percent(row), "p"),
-    ]  # fmt: skip
+        interval(row, "kl"),
+        number(row["kl_median"]),
+        number(row["kl_p99"]),
+        number(row["kl_max"]),
+        f"{row['agreement']:.4f}",
+        interval(percent(row), "p"),
+    ]
 
 
 def share(x: float | None) -> str:
@@ -77,8 +80,9 @@ def depth(parts: Parts) -> str:
         [str(layers_of(r)), str(r["keep"]), f"{r['windows']:.2f}"]
         + ["" if r["depth"] is None else f"{r['depth']:.2f}"]
         + [interval(r, "kl"), number(r["kl_p99"]), number(r["kl_max"])]
-        for r in rows(parts, "keep") if layers_of(r)
-    ]  # fmt: skip
+        for r in rows(parts, "keep")
+        if layers_of(r)
+    ]
     head = [
         "n",
         "keep",
@@ -179,8 +183,10 @@ def drafts(parts: Parts) -> str:
     n = layers_of(deepest(parts, "keep")[0])
     lines = [
         [part, f"`{r['policy']}`", interval(r, "length_change")]
-        for part in ("keep", "sides", "prose") for r in rows(parts, part) if layers_of(r) in (0, n)
-    ]  # fmt: skip
+        for part in ("keep", "sides", "prose")
+        for r in rows(parts, part)
+        if layers_of(r) in (0, n)
+    ]
     return table(["part", "policy", "expected tokens of a step, less exact's"], lines)
 
 
@@ -226,12 +232,16 @@ def same(some: Sequence[Row]) -> Row:
 def seconds(parts: Parts) -> str:
     lines = [
         [
-            f"{r['length']:,}", f"`{r['policy']}`", f"`{r['topk']}`",
+            f"{r['length']:,}",
+            f"`{r['policy']}`",
+            f"`{r['topk']}`",
             f"{1e3 * r['seconds'] / r['length']:.2f}",
-            f"{r['speedup']:.2f}", f"{r['predicted_flops']:.2f}", f"{r['predicted_rows']:.2f}",
+            f"{r['speedup']:.2f}",
+            f"{r['predicted_flops']:.2f}",
+            f"{r['predicted_rows']:.2f}",
         ]
         for r in rows(parts, "cost", "seconds")
-    ]  # fmt: skip
+    ]
     head = [
         "prompt",
         "policy",

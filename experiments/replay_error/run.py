@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.provenance import collect, of_engine
-
 from experiments.replay_error.config import FULL, QUICK, TINY, Sizes
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.parts import PARTS
@@ -40,16 +40,24 @@ def done(path: Path, about: dict[str, Any]) -> bool:
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.replay_error.run", description=__doc__,
+        prog="python -m experiments.replay_error.run",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("--out", type=Path, required=True, help="folder of the results, a file a part")
-    p.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), metavar="PART",
-                   help=f"parts to run: {', '.join(PARTS)}")  # fmt: skip
+    p.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(PARTS),
+        default=tuple(PARTS),
+        metavar="PART",
+        help=f"parts to run: {', '.join(PARTS)}",
+    )
     p.add_argument("--quick", action="store_true", help="in small, to try the command")
     p.add_argument("--again", action="store_true", help="also parts that are there")
-    p.add_argument("--model", choices=("nano", "tiny"), default="nano",
-                   help="tiny: random weights, for tests")  # fmt: skip
+    p.add_argument(
+        "--model", choices=("nano", "tiny"), default="nano", help="tiny: random weights, for tests"
+    )
     p.add_argument("--threads", type=int, default=1, help="of torch's operations (default 1)")
     return p.parse_args(arguments)
 

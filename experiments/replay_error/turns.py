@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.runtime import Runtime
 from deepinfer.measure.provenance import of_engine
@@ -23,7 +24,6 @@ from deepinfer.measure.replay.passes import Passage, behind_hit, over_pages, pre
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
 from deepinfer.slots.protocols import Prompt, ReplayPlan
-
 from experiments.replay_error.floors import engines, in_chunks
 from experiments.replay_error.passages import Passages
 
@@ -99,16 +99,23 @@ def turn_engine(eng: Engine, turns: Turns) -> Engine:
     page = eng.settings.page_size or eng.config.sliding_window
     pages = -(-turns.tokens // page)
     return eng.with_(
-        replay="exact", max_model_len=turns.tokens, max_num_seqs=1, prefix_cache=False,
-        num_snapshots=None, num_pages=3 * pages + 2,
-    )  # fmt: skip
+        replay="exact",
+        max_model_len=turns.tokens,
+        max_num_seqs=1,
+        prefix_cache=False,
+        num_snapshots=None,
+        num_pages=3 * pages + 2,
+    )
 
 
 @torch.no_grad()
 def turn_error(
-    eng: Engine, texts: Passages, turns: Turns, policies: dict[str, tuple[object, bool]],
+    eng: Engine,
+    texts: Passages,
+    turns: Turns,
+    policies: dict[str, tuple[object, bool]],
     names: Sequence[str] = (),
-) -> ReplayReport:  # fmt: skip
+) -> ReplayReport:
     """The meters of `replay_error` for each turn. policies: by name, the policy and whether its turns are
     chained; names: floors, whose pass is over the whole conversation. Policies are named "NAME turn K" in the
     report."""

@@ -278,9 +278,22 @@ def english(parts: Parts) -> str:
 
 
 FINDINGS = (
-    default, tail, with_keep, no_window, cuts, stairs, shares, keys, length, sides, turns, english,
-    drafts, free, cost,
-)  # fmt: skip
+    default,
+    tail,
+    with_keep,
+    no_window,
+    cuts,
+    stairs,
+    shares,
+    keys,
+    length,
+    sides,
+    turns,
+    english,
+    drafts,
+    free,
+    cost,
+)
 
 
 def found(parts: Parts) -> str:

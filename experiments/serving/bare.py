@@ -28,9 +28,14 @@ class BareLoop:
 
     @torch.inference_mode()
     def __init__(
-        self, eng: Engine, prompts: Sequence[Sequence[int]], steps: int, *,
-        temperature: float, seeds: Sequence[int],
-    ) -> None:  # fmt: skip
+        self,
+        eng: Engine,
+        prompts: Sequence[Sequence[int]],
+        steps: int,
+        *,
+        temperature: float,
+        seeds: Sequence[int],
+    ) -> None:
         rt = self.rt = eng.runtime
         if rt.verifier.max_draft:
             raise ValueError(f"the bare loop runs a row a sequence, not {rt.verifier!r}")
@@ -63,9 +68,14 @@ class BareLoop:
         f, p = self.frame, self.positions
         rows = RowSet(p, f.seq, f.row_set.first, p)
         batch = replace(
-            f, ids=self.output[-1], positions=p, length=p, row_set=rows, lookback=self.lookback,
+            f,
+            ids=self.output[-1],
+            positions=p,
+            length=p,
+            row_set=rows,
+            lookback=self.lookback,
             reach=f.reach + len(self.output) - 1,
-        )  # fmt: skip
+        )
         self._draw(self.rt.model(self.rt.context(batch)).logits)
         self.positions = p + 1
         self.lookback = torch.cat([self.output[-2][:, None], self.lookback[:, :-1]], 1)

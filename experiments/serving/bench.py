@@ -77,9 +77,15 @@ def facts(o: argparse.Namespace) -> dict[str, object]:
     del more["settings"]  # each section has its own, see its table's text
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return collect(
-        **more, processor=processor(), cores=os.cpu_count(), load=load, rounds=o.rounds,
-        steps=o.steps, clock=o.clock, quick=o.quick,
-    )  # fmt: skip
+        **more,
+        processor=processor(),
+        cores=os.cpu_count(),
+        load=load,
+        rounds=o.rounds,
+        steps=o.steps,
+        clock=o.clock,
+        quick=o.quick,
+    )
 
 
 def processor() -> str:
@@ -94,19 +100,35 @@ def processor() -> str:
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.serving.bench", description=__doc__,
+        prog="python -m experiments.serving.bench",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    p.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
-                   help=f"sections to run: {', '.join(SECTIONS)}")  # fmt: skip
-    p.add_argument("--batches", nargs="+", type=_count, default=list(BATCHES),
-                   help="concurrent requests (default 1 4 16 64)")  # fmt: skip
+    )
+    p.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=f"sections to run: {', '.join(SECTIONS)}",
+    )
+    p.add_argument(
+        "--batches",
+        nargs="+",
+        type=_count,
+        default=list(BATCHES),
+        help="concurrent requests (default 1 4 16 64)",
+    )
     p.add_argument("--rounds", type=_count, default=7, help="repeats of each case (default 7)")
     p.add_argument("--steps", type=_count, default=48, help="decode steps a round (default 48)")
     p.add_argument("--threads", type=_count, default=1, help="of torch's operations (default 1)")
-    p.add_argument("--clock", choices=tuple(setup.CLOCKS), default="wall",
-                   help="of speeds and first tokens: wall (default), or cpu, the time in which this "
-                   "thread had a core, where the machine is busy")  # fmt: skip
+    p.add_argument(
+        "--clock",
+        choices=tuple(setup.CLOCKS),
+        default="wall",
+        help="of speeds and first tokens: wall (default), or cpu, the time in which this "
+        "thread had a core, where the machine is busy",
+    )
     p.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float64")
     p.add_argument("--model", choices=("nano", "tiny"), default="nano")
     p.add_argument("--quick", action="store_true", help="one round in small, to try the command")
@@ -127,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     o = options(arguments)
     torch.set_num_threads(o.threads)
     about, found, said = facts(o), {}, []
-    print(f"{about['processor']}, {about['cores']} cores, {o.threads} threads, load {about['load']}")
+    print(
+        f"{about['processor']}, {about['cores']} cores, {o.threads} threads, load {about['load']}"
+    )
     for name, says, table in measured(o):
         found[name] = table
         said.append((name, says, table))

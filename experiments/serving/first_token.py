@@ -33,18 +33,26 @@ class Times:
 
     def row(self) -> dict[str, object]:
         """Medians, and the ratios of each round's times."""
-        ms = {n: 1e3 * statistics.median(getattr(self, n)) for n in
-              ("with_hit", "same_depth", "alone", "whole")}  # fmt: skip
+        ms = {
+            n: 1e3 * statistics.median(getattr(self, n))
+            for n in ("with_hit", "same_depth", "alone", "whole")
+        }
         depth = spread([a / b for a, b in zip(self.with_hit, self.same_depth)])
         alone = spread([a / b for a, b in zip(self.with_hit, self.alone)])
         return {
-            "hit tokens": self.hit, "rows": self.rows, "with hit ms": ms["with_hit"],
-            "same depth ms": ms["same_depth"], "alone ms": ms["alone"],
+            "hit tokens": self.hit,
+            "rows": self.rows,
+            "with hit ms": ms["with_hit"],
+            "same depth ms": ms["same_depth"],
+            "alone ms": ms["alone"],
             "whole prompt cold ms": ms["whole"],
-            "of same depth": depth["median"], "of same depth, least": depth["least"],
-            "of same depth, most": depth["most"], "of alone": alone["median"],
-            "of alone, least": alone["least"], "of alone, most": alone["most"],
-        }  # fmt: skip
+            "of same depth": depth["median"],
+            "of same depth, least": depth["least"],
+            "of same depth, most": depth["most"],
+            "of alone": alone["median"],
+            "of alone, least": alone["least"],
+            "of alone, most": alone["most"],
+        }
 
 
 def to_first(

@@ -88,8 +88,9 @@ def changing(eng: Engine, each: Sequence[Sequence[int]], steps: int, most: int =
 LOADS = {"steady decode": steady, "requests come and go": changing}
 
 
-def measure(eng: Engine, load: str, overlap: bool, batch: int, seconds: float, rounds: int,
-            steps: int) -> dict[str, object]:  # fmt: skip
+def measure(
+    eng: Engine, load: str, overlap: bool, batch: int, seconds: float, rounds: int, steps: int
+) -> dict[str, object]:
     """A row: the device's idle share, medians over rounds, and what the host did meanwhile."""
     own = eng.with_(overlap=overlap)
     device = own.runtime.device = Measured(seconds)
@@ -102,9 +103,13 @@ def measure(eng: Engine, load: str, overlap: bool, batch: int, seconds: float, r
 
 
 def row(
-    load: str, overlap: bool, batch: int, lanes: Sequence[Lane], computing: Sequence[float],
+    load: str,
+    overlap: bool,
+    batch: int,
+    lanes: Sequence[Lane],
+    computing: Sequence[float],
     seconds: float,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     """Of the rounds of one case. computing: seconds of each step; seconds: of the simulated device.
     'at 20 ms': the gaps beside steps that take just these, however long the model computed."""
     gap = statistics.median(sum(lane.idle.values()) / lane.steps for lane in lanes)
@@ -114,14 +119,17 @@ def row(
         for cause, spent in lane.idle.items():
             causes[cause] = causes.get(cause, 0.0) + spent
     return {
-        "load": load, "engine": "overlapped" if overlap else "synchronous", "batch": batch,
-        "idle %": 100 * share["median"], "least %": 100 * share["least"],
+        "load": load,
+        "engine": "overlapped" if overlap else "synchronous",
+        "batch": batch,
+        "idle %": 100 * share["median"],
+        "least %": 100 * share["least"],
         "most %": 100 * share["most"],
         "idle ms a step": 1e3 * gap,
         "at 20 ms, %": 100 * gap / (seconds + gap),
         "most of it during": max(causes, key=causes.__getitem__) if causes else None,
         "computing ms": 1e3 * statistics.median(computing),
-    }  # fmt: skip
+    }
 
 
 def tables(
@@ -135,8 +143,12 @@ def tables(
         f"work to do in which the device did nothing, the median of {rounds} rounds of {steps} steps "
         "with the least and the most; at 20 ms: the same gaps beside steps of just that length, also "
         "where the model computed longer.",
-        Table([
-            measure(eng, load, overlap, b, seconds, rounds, steps)
-            for load in LOADS for b in batches for overlap in (False, True)
-        ]),
-    )  # fmt: skip
+        Table(
+            [
+                measure(eng, load, overlap, b, seconds, rounds, steps)
+                for load in LOADS
+                for b in batches
+                for overlap in (False, True)
+            ]
+        ),
+    )

@@ -11,8 +11,15 @@ from deepinfer.engine.records import PHASES
 from deepinfer.measure.table import Table
 from experiments.serving.bare import BareLoop
 from experiments.serving.setup import (
-    CLOCKS, CONTEXT, SAMPLING, begin, end, in_turn, prompts, spread,
-)  # fmt: skip
+    CLOCKS,
+    CONTEXT,
+    SAMPLING,
+    begin,
+    end,
+    in_turn,
+    prompts,
+    spread,
+)
 
 HOST = tuple(p for p in PHASES if p != "wait")  # on a CPU, `wait` is the forward itself
 
@@ -65,9 +72,7 @@ def measure(eng: Engine, batch: int, rounds: int, steps: int, clock: str = "wall
     for n in range(rounds + 1):
         ids = begin(plain, each, steps)
         plain.stats.reset()
-        loop = BareLoop(
-            bare, each, steps, temperature=SAMPLING["temperature"], seeds=range(batch)
-        )
+        loop = BareLoop(bare, each, steps, temperature=SAMPLING["temperature"], seeds=range(batch))
         engine, alone = in_turn((plain.step, loop.step), steps, CLOCKS[clock])
         host = {p: plain.stats.host_seconds.get(p, 0.0) / steps for p in PHASES}
         end(plain, ids)

@@ -30,7 +30,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(cache_round)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.cache_round)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.cache_round
+)
 OP.implement("bits", batch_invariant=True, supports=bits.supports)(bits.cache_round)

@@ -17,9 +17,18 @@ def _round_small(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward(x, out, t, GROUP: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr,
-            LOWEST: tl.constexpr, FLOOR: tl.constexpr, E4M3: tl.constexpr,
-            ROWS: tl.constexpr):  # fmt: skip
+def forward(
+    x,
+    out,
+    t,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    E4M3: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Rounds t groups. E4M3: largest, mantissa and lowest of the scale's format; None: the scale
     is a power of two."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

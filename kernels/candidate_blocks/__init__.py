@@ -13,11 +13,14 @@ __all__ = ["OP", "candidate_blocks"]
 
 def _cases(g, dtype):
     for t, n, block, k in ((1, 5, 8, 4), (40, 130, 8, 6), (3, 64, 8, 8), (2, 0, 8, 4)):
-        yield f"{t}x{n} k={k}", dict(
-            scores=torch.relu(normal(g, t, n, dtype=dtype)),
-            visible=integers(g, 0, n + 1, t),
-            block=block,
-            k=k,
+        yield (
+            f"{t}x{n} k={k}",
+            dict(
+                scores=torch.relu(normal(g, t, n, dtype=dtype)),
+                visible=integers(g, 0, n + 1, t),
+                block=block,
+                k=k,
+            ),
         )
 
 

@@ -13,14 +13,17 @@ __all__ = ["OP", "engram_gate"]
 
 def _cases(g, dtype):
     for t, m, d in ((1, 4, 64), (30, 4, 128), (3, 2, 32)):
-        yield f"{t}x{m}x{d}", dict(
-            streams=normal(g, t, m, d, dtype=dtype),
-            key=normal(g, t, m, d, dtype=dtype),
-            value=normal(g, t, d, dtype=dtype),
-            q_weight=normal(g, m, d),
-            k_weight=normal(g, m, d),
-            eps=1e-20,
-            dead=normal(g, t) > 1 if t > 1 else None,
+        yield (
+            f"{t}x{m}x{d}",
+            dict(
+                streams=normal(g, t, m, d, dtype=dtype),
+                key=normal(g, t, m, d, dtype=dtype),
+                value=normal(g, t, d, dtype=dtype),
+                q_weight=normal(g, m, d),
+                k_weight=normal(g, m, d),
+                eps=1e-20,
+                dead=normal(g, t) > 1 if t > 1 else None,
+            ),
         )
 
 
@@ -38,7 +41,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(engram_gate)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.engram_gate)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.engram_gate
+)
 OP.implement("tiles", batch_invariant=True, late=True)(tiles.engram_gate)

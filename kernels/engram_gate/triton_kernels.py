@@ -18,9 +18,26 @@ def _gate(s, k, weight, eps, D: tl.constexpr, SCALE: tl.constexpr, CLAMP: tl.con
 
 
 @triton.jit(do_not_specialize=["t", "ROWS"])
-def forward(streams, key, value, q_weight, k_weight, dead, out, key_step, value_step, eps, t,
-            ROWS, M: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, CLAMP: tl.constexpr,
-            MP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def forward(
+    streams,
+    key,
+    value,
+    q_weight,
+    k_weight,
+    dead,
+    out,
+    key_step,
+    value_step,
+    eps,
+    t,
+    ROWS,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    CLAMP: tl.constexpr,
+    MP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out = streams + gate value; rows that are dead stay. A row of key begins key_step elements
     after the one before, of value value_step. MP and BLOCK: powers of two from M and D on."""
     i, col = tl.arange(0, MP), tl.arange(0, BLOCK)
@@ -45,10 +62,30 @@ def forward(streams, key, value, q_weight, k_weight, dead, out, key_step, value_
 
 
 @triton.jit(do_not_specialize=["t", "ROWS"])
-def backward(grad, streams, key, value, q_weight, k_weight, dead, d_streams, d_key, d_value,
-             partial, key_step, value_step, eps, t, ROWS, M: tl.constexpr, D: tl.constexpr,
-             SCALE: tl.constexpr, CLAMP: tl.constexpr, MP: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def backward(
+    grad,
+    streams,
+    key,
+    value,
+    q_weight,
+    k_weight,
+    dead,
+    d_streams,
+    d_key,
+    d_value,
+    partial,
+    key_step,
+    value_step,
+    eps,
+    t,
+    ROWS,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    CLAMP: tl.constexpr,
+    MP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients from grad g; partial "programs m d" gets this program's share of the gradient of
     q_weight * k_weight = w.
 

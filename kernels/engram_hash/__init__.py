@@ -12,11 +12,14 @@ __all__ = ["OP", "engram_hash"]
 def _cases(g, dtype):
     for t, n, h in ((1, 4, 8), (40, 4, 2), (3, 2, 1)):
         primes = 2 * integers(g, 500, 1000, n - 1, h) + 1
-        yield f"{t}x{n}x{h}", dict(
-            compressed=integers(g, 0, 99092, t, n),
-            multipliers=2 * integers(g, 0, 2**45, n) + 1,
-            primes=primes,
-            offsets=primes.flatten().cumsum(0) - primes.flatten(),
+        yield (
+            f"{t}x{n}x{h}",
+            dict(
+                compressed=integers(g, 0, 99092, t, n),
+                multipliers=2 * integers(g, 0, 2**45, n) + 1,
+                primes=primes,
+                offsets=primes.flatten().cumsum(0) - primes.flatten(),
+            ),
         )
 
 

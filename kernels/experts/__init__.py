@@ -22,14 +22,18 @@ def _cases(g, dtype):
     for t, d, i, e, k in ((1, 64, 32, 16, 4), (50, 64, 32, 16, 4), (6, 32, 64, 8, 2)):
         shape = dict(x=normal(g, t, d, dtype=dtype), ids=_ids(g, t, e, k), limit=1.5)
         shape["weights"] = normal(g, t, k, dtype=acc_dtype(dtype)).abs()
-        yield f"{t}x{d}x{i} {k} of {e}", dict(
-            **shape,
-            w1=normal(g, e, i, d, std=0.2, dtype=dtype),
-            w3=normal(g, e, i, d, std=0.2, dtype=dtype),
-            w2=normal(g, e, d, i, std=0.2, dtype=dtype),
+        yield (
+            f"{t}x{d}x{i} {k} of {e}",
+            dict(
+                **shape,
+                w1=normal(g, e, i, d, std=0.2, dtype=dtype),
+                w3=normal(g, e, i, d, std=0.2, dtype=dtype),
+                w2=normal(g, e, d, i, std=0.2, dtype=dtype),
+            ),
         )
-        yield f"{t}x{d}x{i} {k} of {e} fp4", dict(
-            **shape, w1=fp4(g, e, i, d), w3=fp4(g, e, i, d), w2=fp4(g, e, d, i), act="mxfp8"
+        yield (
+            f"{t}x{d}x{i} {k} of {e} fp4",
+            dict(**shape, w1=fp4(g, e, i, d), w3=fp4(g, e, i, d), w2=fp4(g, e, d, i), act="mxfp8"),
         )
 
 

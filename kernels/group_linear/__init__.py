@@ -26,8 +26,7 @@ OP = register(
     Op(
         name="group_linear",
         signature=(
-            "group_linear(x 't g k', weight 'g*n k' | Quantised, *, act=None | 'mxfp8') -> "
-            "'t g n'"
+            "group_linear(x 't g k', weight 'g*n k' | Quantised, *, act=None | 'mxfp8') -> 't g n'"
         ),
         rows=("x",),
         cases=_cases,

@@ -13,11 +13,14 @@ __all__ = ["OP", "index_scores"]
 def _cases(g, dtype):
     for t, h, d, b, n in ((1, 4, 32, 1, 40), (12, 16, 32, 3, 65), (5, 4, 32, 2, 0)):
         seq = integers(g, -1, b, t)
-        yield f"{t}x{h}x{d} {b}x{n}", dict(
-            query=normal(g, t, h, d, dtype=dtype),
-            weights=normal(g, t, h, dtype=dtype, std=0.1),
-            keys=normal(g, b, n, d, dtype=dtype),
-            seq=seq,
+        yield (
+            f"{t}x{h}x{d} {b}x{n}",
+            dict(
+                query=normal(g, t, h, d, dtype=dtype),
+                weights=normal(g, t, h, dtype=dtype, std=0.1),
+                keys=normal(g, b, n, d, dtype=dtype),
+                seq=seq,
+            ),
         )
 
 

@@ -29,6 +29,6 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(mhc_collapse)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.mhc_collapse)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.mhc_collapse
+)

@@ -5,8 +5,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward(streams, pre, out, t, M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def forward(
+    streams, pre, out, t, M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[t, d] = sum_m pre[t, m] streams[t, m, d]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < t
@@ -22,8 +23,18 @@ def forward(streams, pre, out, t, M: tl.constexpr, D: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit(do_not_specialize=["t"])
-def backward(grad, streams, pre, d_streams, d_pre, t, M: tl.constexpr, D: tl.constexpr,
-             ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def backward(
+    grad,
+    streams,
+    pre,
+    d_streams,
+    d_pre,
+    t,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """d_streams[t, m, d] = pre[t, m] grad[t, d]; d_pre[t, m] = sum_d streams[t, m, d] grad[t, d].
 
     grad is read again for every stream, from the cache: a program's rows are a few KB.

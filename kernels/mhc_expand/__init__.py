@@ -36,7 +36,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(mhc_expand)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.mhc_expand)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.mhc_expand
+)
 OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.mhc_expand)

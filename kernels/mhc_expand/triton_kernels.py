@@ -59,8 +59,9 @@ def _stacked(parts):
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward(streams, y, post, comb, out, t, D: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def forward(
+    streams, y, post, comb, out, t, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[t, k, d] = post[t, k] y[t, d] + sum_j comb[t, j, k] streams[t, j, d]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < t
@@ -82,8 +83,21 @@ def forward(streams, y, post, comb, out, t, D: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["t"])
-def backward(grad, streams, y, post, comb, d_streams, d_y, d_post, d_comb, t, D: tl.constexpr,
-             ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def backward(
+    grad,
+    streams,
+    y,
+    post,
+    comb,
+    d_streams,
+    d_y,
+    d_post,
+    d_comb,
+    t,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """From grad g: d_streams_j = sum_k comb[j, k] g_k, d_y = sum_k post_k g_k,
     d_post_k = y g_k and d_comb[j, k] = streams_j g_k, both summed over channels."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -42,8 +42,8 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=False)(mhc_mix)
-OP.implement(
-    "triton", batch_invariant=False, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.mhc_mix)
+OP.implement("triton", batch_invariant=False, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.mhc_mix
+)
 OP.implement("matrix", batch_invariant=False, supports=matrix.supports)(matrix.mhc_mix)
 OP.implement("tiles", batch_invariant=True, late=True)(tiles.mhc_mix)

@@ -46,9 +46,23 @@ class _Mix(torch.autograd.Function):
         with torch.autocast(streams.device.type, enabled=False):
             projected = torch.mm(v, fn.T)
         gpu.launch(
-            triton_kernels.forward, t, projected, mean, base, scale, pre, post, comb, divisors,
-            norm_eps=norm_eps, hc_eps=hc_eps, M=m, ITERS=iters, KEEP=keep, ROWS=ROWS,
-        )  # fmt: skip
+            triton_kernels.forward,
+            t,
+            projected,
+            mean,
+            base,
+            scale,
+            pre,
+            post,
+            comb,
+            divisors,
+            norm_eps=norm_eps,
+            hc_eps=hc_eps,
+            M=m,
+            ITERS=iters,
+            KEEP=keep,
+            ROWS=ROWS,
+        )
         if keep:
             ctx.save_for_backward(streams, fn, base, scale, projected, mean, comb, divisors)
             ctx.iters, ctx.norm_eps = iters, norm_eps
@@ -81,9 +95,19 @@ def _small_gradients(grads, at, ctx, shape):
     d_projected, factor = torch.empty_like(projected), projected.new_empty(t)
     partial = projected.new_empty(gpu.programs(t, ROWS), n + 3)
     gpu.launch(
-        triton_kernels.backward, t, *grads, *at, d_projected, factor, partial,
-        norm_eps=ctx.norm_eps, M=m, D=d, ITERS=ctx.iters, ROWS=ROWS,
-    )  # fmt: skip
+        triton_kernels.backward,
+        t,
+        *grads,
+        *at,
+        d_projected,
+        factor,
+        partial,
+        norm_eps=ctx.norm_eps,
+        M=m,
+        D=d,
+        ITERS=ctx.iters,
+        ROWS=ROWS,
+    )
     return d_projected, factor, partial
 
 

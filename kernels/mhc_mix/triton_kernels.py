@@ -10,8 +10,16 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["t"])
-def mean_square(streams, wide, mean, t, K: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def mean_square(
+    streams,
+    wide,
+    mean,
+    t,
+    K: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """mean[t] = mean of streams[t, :]^2; with WIDEN the streams are copied in float32, too."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < t
@@ -28,8 +36,9 @@ def mean_square(streams, wide, mean, t, K: tl.constexpr, WIDEN: tl.constexpr, RO
 
 
 @triton.jit(do_not_specialize=["t"])
-def add_scaled(x, factor, streams, out, t, K: tl.constexpr, ROWS: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
+def add_scaled(
+    x, factor, streams, out, t, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[t, :] = x[t, :] + factor[t] streams[t, :]; out may be x."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < t
@@ -50,9 +59,23 @@ def _softmax(logits):
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward(projected, mean, base, scale, pre, post, comb, divisors, t, norm_eps, hc_eps,
-            M: tl.constexpr, ITERS: tl.constexpr, KEEP: tl.constexpr,
-            ROWS: tl.constexpr):  # fmt: skip
+def forward(
+    projected,
+    mean,
+    base,
+    scale,
+    pre,
+    post,
+    comb,
+    divisors,
+    t,
+    norm_eps,
+    hc_eps,
+    M: tl.constexpr,
+    ITERS: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Mixing weights of ROWS rows. divisors "steps t m" is written with KEEP only."""
     N: tl.constexpr = M * (2 + M)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -100,9 +123,26 @@ def _gate_gradient(grad, a):
 
 
 @triton.jit(do_not_specialize=["t"])
-def backward(d_pre, d_post, d_comb, projected, mean, base, scale, comb, divisors, d_projected,
-             factor, partial, t, norm_eps, M: tl.constexpr, D: tl.constexpr, ITERS: tl.constexpr,
-             ROWS: tl.constexpr):  # fmt: skip
+def backward(
+    d_pre,
+    d_post,
+    d_comb,
+    projected,
+    mean,
+    base,
+    scale,
+    comb,
+    divisors,
+    d_projected,
+    factor,
+    partial,
+    t,
+    norm_eps,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ITERS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """d_projected "t n"; factor "t", by which the streams count in their own gradient (that of the
     mean square); partial "programs n+3", this program's share of the gradients of base and scale.
     """

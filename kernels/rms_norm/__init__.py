@@ -28,7 +28,7 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rms_norm)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.rms_norm)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.rms_norm
+)
 OP.implement("fused", batch_invariant=True, supports=fused.supports)(fused.rms_norm)

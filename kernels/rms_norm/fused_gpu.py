@@ -59,10 +59,20 @@ class _Norm(torch.autograd.Function):
             rows = gpu.programs(t, tile["ROWS"])
             partial = torch.empty(rows, x.shape[-1], dtype=torch.float32, device=x.device)
         gpu.launch(
-            triton_kernels.backward, t, grad.contiguous(), x, weight, d_x, partial, eps=ctx.eps,
-            WEIGHT=weight is not None, OF_X=wants_x, OF_WEIGHT=wants_weight, TILE_ROWS=tile_rows,
+            triton_kernels.backward,
+            t,
+            grad.contiguous(),
+            x,
+            weight,
+            d_x,
+            partial,
+            eps=ctx.eps,
+            WEIGHT=weight is not None,
+            OF_X=wants_x,
+            OF_WEIGHT=wants_weight,
+            TILE_ROWS=tile_rows,
             **tile,
-        )  # fmt: skip
+        )
         d_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         return d_x, d_weight, None
 

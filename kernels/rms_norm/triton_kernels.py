@@ -11,8 +11,17 @@ def _inverse_rms(x, eps, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward(x, weight, out, t, eps, WEIGHT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def forward(
+    x,
+    weight,
+    out,
+    t,
+    eps,
+    WEIGHT: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out[t, d] = weight[d] x[t, d] / sqrt(mean_d(x[t, d]^2) + eps)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -26,9 +35,22 @@ def forward(x, weight, out, t, eps, WEIGHT: tl.constexpr, D: tl.constexpr, ROWS:
 
 
 @triton.jit(do_not_specialize=["t"])
-def backward(grad, x, weight, d_x, partial, t, eps, WEIGHT: tl.constexpr, OF_X: tl.constexpr,
-             OF_WEIGHT: tl.constexpr, TILE_ROWS: tl.constexpr, D: tl.constexpr,
-             ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def backward(
+    grad,
+    x,
+    weight,
+    d_x,
+    partial,
+    t,
+    eps,
+    WEIGHT: tl.constexpr,
+    OF_X: tl.constexpr,
+    OF_WEIGHT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """With n = x / sqrt(mean(x^2) + eps) and h = weight grad: d_x = (h - n mean(h n)) / sqrt(...),
     partial[program, d] = sum over the ROWS rows of the program of grad n."""
     col = tl.arange(0, BLOCK)

@@ -37,9 +37,9 @@ OP = register(
     )
 )
 OP.implement("reference", kind="reference", batch_invariant=True)(rope)
-OP.implement(
-    "triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available
-)(fused_gpu.rope)
+OP.implement("triton", batch_invariant=True, supports=fused_gpu.supports, available=gpu.available)(
+    fused_gpu.rope
+)
 OP.implement("complex", batch_invariant=False, supports=complex_product.supports)(
     complex_product.rope
 )

@@ -58,7 +58,16 @@ def _rotated(x, cos, sin, inverse):
     if x.numel():
         rows = x.numel() // d
         gpu.launch(
-            triton_kernels.rotate, rows, x, cos, sin, out, INVERSE=inverse, EACH=rows // tokens,
-            HALF=cos.shape[1], D=d, **gpu.tile(d),
-        )  # fmt: skip
+            triton_kernels.rotate,
+            rows,
+            x,
+            cos,
+            sin,
+            out,
+            INVERSE=inverse,
+            EACH=rows // tokens,
+            HALF=cos.shape[1],
+            D=d,
+            **gpu.tile(d),
+        )
     return out

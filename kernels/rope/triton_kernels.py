@@ -5,8 +5,19 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit(do_not_specialize=["t"])
-def rotate(x, cos, sin, out, t, INVERSE: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr,
-           D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def rotate(
+    x,
+    cos,
+    sin,
+    out,
+    t,
+    INVERSE: tl.constexpr,
+    EACH: tl.constexpr,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The last HALF pairs of every row by the angles of its token, which has EACH rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < t

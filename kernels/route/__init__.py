@@ -12,14 +12,17 @@ __all__ = ["OP", "route"]
 
 def _cases(g, dtype):
     for t, d, e, k in ((1, 64, 16, 4), (40, 128, 16, 4), (7, 32, 8, 2)):
-        yield f"{t}x{d} {k} of {e}", dict(
-            x=normal(g, t, d, dtype=dtype),
-            weight=normal(g, e, d, std=0.1, dtype=dtype),
-            bias=normal(g, e, std=0.1),
-            bias_image=normal(g, e, std=0.1),
-            image=normal(g, t) > 0 if t > 1 else None,
-            top_k=k,
-            scale=1.5,
+        yield (
+            f"{t}x{d} {k} of {e}",
+            dict(
+                x=normal(g, t, d, dtype=dtype),
+                weight=normal(g, e, d, std=0.1, dtype=dtype),
+                bias=normal(g, e, std=0.1),
+                bias_image=normal(g, e, std=0.1),
+                image=normal(g, t) > 0 if t > 1 else None,
+                top_k=k,
+                scale=1.5,
+            ),
         )
 
 

@@ -18,14 +18,17 @@ def _cases(g, dtype):
         entries = Records(normal(g, 30, d, dtype=dtype), None, Layout(format="float", dim=d))
         ids = integers(g, -1, 50 + t, t, w)
         ids[-1] = -1  # a row whose window is empty
-        yield f"{t}x{h}x{d} {w}+{k}", dict(
-            q=normal(g, t, h, d, dtype=dtype),
-            window=window,
-            window_ids=ids,
-            entries=entries if k else None,
-            entry_ids=integers(g, -1, 30, t, k) if k else None,
-            sink=normal(g, h),
-            scale=d**-0.5,
+        yield (
+            f"{t}x{h}x{d} {w}+{k}",
+            dict(
+                q=normal(g, t, h, d, dtype=dtype),
+                window=window,
+                window_ids=ids,
+                entries=entries if k else None,
+                entry_ids=integers(g, -1, 30, t, k) if k else None,
+                sink=normal(g, h),
+                scale=d**-0.5,
+            ),
         )
 
 

@@ -13,7 +13,15 @@ __all__ = ["OP", "topk"]
 
 
 def _cases(g, dtype):
-    for t, n, k in ((1, 5, 8), (9, 200, 64), (3, 64, 64), (4, 40, 1), (2, 0, 3), (130, 130, 16), (3, 1500, 64)):
+    for t, n, k in (
+        (1, 5, 8),
+        (9, 200, 64),
+        (3, 64, 64),
+        (4, 40, 1),
+        (2, 0, 3),
+        (130, 130, 16),
+        (3, 1500, 64),
+    ):
         scores = torch.relu(normal(g, t, n, dtype=dtype))  # many ties at zero
         scores[normal(g, t, n) > 1] = -torch.inf
         yield f"{t}x{n} k={k}", dict(scores=scores, k=k)

@@ -2,9 +2,10 @@
 
 import pytest
 from cache.accounting import check_pages
-from deepinfer.cache.pages import PageManager
 from hypothesis import given
 from hypothesis import strategies as st
+
+from deepinfer.cache.pages import PageManager
 
 
 def manager(size=4, known=()) -> PageManager:

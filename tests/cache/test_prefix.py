@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from cache.accounting import check_prefix
+
 from deepinfer.cache.pages import PageManager
 from deepinfer.cache.prefix import (
     HeldPage,

@@ -4,11 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from deepinfer.cache.kv_cache import CacheSize, KVCache
-from deepinfer.cache.snapshots import Snapshot, as_stored, held
-from deepinfer.engine.batch import Work, build
-from deepinfer.slots.protocols import KVSpec
-from deepinfer.slots.verifier import Fixed
 from properties.serial import TOLERANCE, Place, block, forward, state_rows, stored
 from properties.small import (
     DRAFTS,
@@ -20,6 +15,12 @@ from properties.small import (
     small_engine,
     stream,
 )
+
+from deepinfer.cache.kv_cache import CacheSize, KVCache
+from deepinfer.cache.snapshots import Snapshot, as_stored, held
+from deepinfer.engine.batch import Work, build
+from deepinfer.slots.protocols import KVSpec
+from deepinfer.slots.verifier import Fixed
 
 PAGE = 8
 IDS = stream(5 * WINDOW, 11)

@@ -81,7 +81,7 @@ class Damage:
             tensors = load_file(shard)
             change(tensors)
             save_file(tensors, shard)
-            weight_map |= {name: shard.name for name in tensors}
+            weight_map |= dict.fromkeys(tensors, shard.name)
         if reindex and self.index.exists():
             self.index.write_text(json.dumps({"weight_map": weight_map}))
 

@@ -191,10 +191,13 @@ def test_it_predicts_python_that_it_has_not_seen():
 
 
 def test_drafts_are_accepted_and_change_no_token(eng):
-    prompts = [text[: text.index(upto) + len(upto)] for text, upto in [
-        (file("linecache.py"), "def getline(filename, lineno, module_globals=None):"),
-        (file("_weakrefset.py"), "    def __len__(self):"),
-    ]]  # fmt: skip
+    prompts = [
+        text[: text.index(upto) + len(upto)]
+        for text, upto in [
+            (file("linecache.py"), "def getline(filename, lineno, module_globals=None):"),
+            (file("_weakrefset.py"), "    def __len__(self):"),
+        ]
+    ]
     greedy = di.SamplingParams(temperature=0, max_tokens=40)
     sampled = di.SamplingParams(temperature=0.8, seed=3, max_tokens=20)
     plain = eng.generate([*prompts, prompts[0]], [greedy, greedy, sampled])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.inspection import inspect
 from deepinfer.checkpoint.reader import CheckpointError

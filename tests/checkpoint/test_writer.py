@@ -72,7 +72,7 @@ def test_index_and_shards(micro):
     for name, shard in index["weight_map"].items():  # scales beside their data
         if name.endswith(".scale"):
             assert index["weight_map"][name.removesuffix(".scale") + ".weight"] == shard
-    with safe_open(folder / "model-00001-of-{:05d}.safetensors".format(count), "pt") as file:
+    with safe_open(folder / f"model-00001-of-{count:05d}.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 

@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 
-import deepinfer as di
 import pytest
 import torch
+from engine.pool import check, check_empty
+from properties.small import small_engine, stream
+
+import deepinfer as di
 from deepinfer.engine.device import SimulatedDevice
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.turns import Turns
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
-from engine.pool import check, check_empty
-from properties.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (5, 19, 12, 8)]
 PARAMS = [
@@ -166,7 +167,7 @@ def test_everything_else_of_the_engine_works_meanwhile():
 
 def test_a_trace_begins_and_ends_between_two_steps():
     eng, entered, leave = engine(), threading.Event(), threading.Event()
-    eng.runtime  # noqa: B018
+    eng.runtime
 
     seen = []
 
@@ -342,7 +343,10 @@ def test_fork_of_a_running_goes_on_from_its_tokens_and_is_a_running():
             bg.fork(parent)
         with pytest.raises(TypeError, match="want a Running of this background, got int"):
             bg.fork(parent.id)
-        with eng.with_().background() as other, pytest.raises(ValueError, match="another background"):
+        with (
+            eng.with_().background() as other,
+            pytest.raises(ValueError, match="another background"),
+        ):
             other.fork(parent)
     with pytest.raises(RuntimeError, match="this background is closed"):
         bg.fork(parent)

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
+from engine.pool import check_empty
+
 from deepinfer.engine import commit
 from deepinfer.engine.flight import Ahead
 from deepinfer.engine.scheduler import FCFS, Schedule, Share
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
-from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
-from engine.pool import check_empty
 
 torch.set_num_threads(1)
 HOW = dict(temperature=0.0, ignore_eos=True)
@@ -57,9 +58,13 @@ class AgainAt:
 def interrupted_twice(n: int, overlap: bool) -> bool:
     """Whether the second interrupt came; checks that nobody can tell afterwards."""
     eng = engine(
-        overlap=overlap, sampler=Falls(), verifier=Fixed(2), max_num_batched_tokens=30,
-        prefix_cache=True, num_pages=30,
-    )  # fmt: skip
+        overlap=overlap,
+        sampler=Falls(),
+        verifier=Fixed(2),
+        max_num_batched_tokens=30,
+        prefix_cache=True,
+        num_pages=30,
+    )
     for p, q in zip(PROMPTS, PARAMS):
         eng.add(p, q)
     done = [c for _ in range(4) for c in eng.step()]
@@ -268,7 +273,9 @@ class Loses(FCFS):
 class Forges(FCFS):
     def schedule(self):
         made = super().schedule()
-        return Schedule(made.kind, tuple(Share(s.request, s.start, s.stop, True) for s in made.shares))
+        return Schedule(
+            made.kind, tuple(Share(s.request, s.start, s.stop, True) for s in made.shares)
+        )
 
 
 def test_a_request_that_a_scheduler_loses_is_missed():

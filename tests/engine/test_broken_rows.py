@@ -11,6 +11,11 @@ import re
 
 import pytest
 import torch
+from engine.overlapped import Knowing
+from engine.pool import check, check_empty
+from properties.small import DRAFTS, small_engine, stream
+from properties.test_replay_plans import Twice
+
 from deepinfer.engine.broken_rows import NONE, BrokenRows
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.attention import CSA2
@@ -18,10 +23,6 @@ from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import RowSet
 from deepinfer.slots.replay import Bounded, Halo
 from deepinfer.slots.verifier import Fixed
-from engine.overlapped import Knowing
-from engine.pool import check, check_empty
-from properties.small import DRAFTS, small_engine, stream
-from properties.test_replay_plans import Twice
 
 torch.set_num_threads(1)
 MARK = 95  # no other token of a prompt, nor of what these requests write
@@ -152,11 +153,15 @@ def test_of_an_attention_slot_and_of_an_edit_in_a_trace():
 @pytest.mark.parametrize(
     "policy, runs",
     [
-        (Bounded(), 2), (Bounded(mode="mask"), 5), (Bounded(whole_window=True), 2),
-        (Bounded(layer=4), 4), (Twice(), 2), (Halo(), 2),
+        (Bounded(), 2),
+        (Bounded(mode="mask"), 5),
+        (Bounded(whole_window=True), 2),
+        (Bounded(layer=4), 4),
+        (Twice(), 2),
+        (Halo(), 2),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_row_that_is_dropped_is_looked_at_where_it_ends(policy, runs):
     """runs: layers that run the row at position 3, far below each cut; what no layer runs for it
     can not be broken."""

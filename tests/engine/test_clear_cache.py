@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
-from deepinfer.slots.verifier import Fixed
 from engine.overlapped import PARAMS, PROMPTS
 from engine.overlapped import engine as overlapped
 from engine.pool import check, check_empty
 from engine.test_preemption import InterruptAt
 from engine.test_prefix import LONG, cold, crowd, engine, params, same
 from properties.small import poison
+
+from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)
 

@@ -8,8 +8,9 @@ import time
 
 import pytest
 import torch
-from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
 from engine.overlapped import PARAMS, PROMPTS, engine
+
+from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
 
 torch.set_num_threads(1)
 

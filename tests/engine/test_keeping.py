@@ -8,10 +8,6 @@ import random
 
 import pytest
 import torch
-from deepinfer.cache.prefix import SnapshotStore
-from deepinfer.engine.keeping import Keeping
-from deepinfer.engine.request import Request
-from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
 from engine.test_prefix import (
     LONG,
@@ -28,6 +24,11 @@ from engine.test_prefix import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties.small import small_engine, stream
+
+from deepinfer.cache.prefix import SnapshotStore
+from deepinfer.engine.keeping import Keeping
+from deepinfer.engine.request import Request
+from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow
@@ -205,7 +206,10 @@ def test_what_differs_first_anywhere_computes_less_than_a_stride_again(rows):
     """The places depend on the prompt, not on the chunks."""
     for most_spare in (0, 3, 7):
         eng = engine(
-            "one layer", max_num_seqs=1, max_num_batched_tokens=rows, num_snapshots=TAIL + 2 + most_spare
+            "one layer",
+            max_num_seqs=1,
+            max_num_batched_tokens=rows,
+            num_snapshots=TAIL + 2 + most_spare,
         )
         eng.generate(LONG[:120], params(most=1))
         stride = eng.runtime.reuse.keeping.stride(120)
@@ -214,9 +218,11 @@ def test_what_differs_first_anywhere_computes_less_than_a_stride_again(rows):
         assert set(positions(eng)) == spare | ends and len(spare) <= most_spare
         for at in (57,):
             fresh = engine(
-                "one layer", max_num_seqs=1, max_num_batched_tokens=rows,
+                "one layer",
+                max_num_seqs=1,
+                max_num_batched_tokens=rows,
                 num_snapshots=TAIL + 2 + most_spare,
-            )  # fmt: skip
+            )
             fresh.generate(LONG[:120], params(most=1))
             run(fresh, [*LONG[:at], *tail(2, 40)], params(most=1))
             assert fresh.cache.lost_tokens < (stride or at)
@@ -315,9 +321,14 @@ ANY = given(
 
 def holds(kinds, budget, rows, seqs, drafts, overlap) -> None:
     eng = engine(
-        "two layers", max_num_batched_tokens=rows, max_num_seqs=seqs, num_snapshots=budget,
-        verifier=Fixed(drafts), overlap=overlap, num_pages=90,
-    )  # fmt: skip
+        "two layers",
+        max_num_batched_tokens=rows,
+        max_num_seqs=seqs,
+        num_snapshots=budget,
+        verifier=Fixed(drafts),
+        overlap=overlap,
+        num_pages=90,
+    )
     added = {eng.add(prompt(k), params(k, 20, (0.0, 0.8)[k % 2])): k for k in kinds}
     keeping, store = eng.runtime.reuse.keeping, eng.runtime.reuse.snapshots
     while eng.unfinished:

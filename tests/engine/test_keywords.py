@@ -5,16 +5,18 @@ import inspect
 import pydoc
 from types import SimpleNamespace
 
-import deepinfer as di
 import pytest
+
+import deepinfer as di
 from deepinfer.engine.background import Background
 from deepinfer.engine.engine import Engine
 
 METHODS = [
     *(getattr(Engine, n) for n in ("nano", "tiny", "from_pretrained", "with_", "generate", "add")),
     *(getattr(Engine, n) for n in ("stream", "astream", "fork")),
-    Background.add, Background.fork,
-]  # fmt: skip
+    Background.add,
+    Background.fork,
+]
 CHANGE = ("with_", "fork")  # what is not given stays as it is
 
 

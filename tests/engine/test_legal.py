@@ -73,7 +73,10 @@ def test_only_legal_tokens_are_emitted(eng, drafts, temperature):
         ],
     )
     assert bound.token_ids == (7, 8, 11) * 3
-    assert free.token_ids == eng.generate(PROMPT, max_tokens=9, temperature=temperature, seed=4)[0].token_ids
+    assert (
+        free.token_ids
+        == eng.generate(PROMPT, max_tokens=9, temperature=temperature, seed=4)[0].token_ids
+    )
     assert all(lp == 0.0 for lp in bound.logprobs)  # one legal token has the whole law
 
 
@@ -93,7 +96,8 @@ def test_nothing_legal_and_broken_grammars_cost_their_own_request(eng):
 
 
 def test_an_engine_without_grammars_refuses_one():
-    out = Engine.tiny().generate([PROMPT, PROMPT], [
-        di.SamplingParams(max_tokens=2), di.SamplingParams(max_tokens=2, grammar="x")
-    ])
+    out = Engine.tiny().generate(
+        [PROMPT, PROMPT],
+        [di.SamplingParams(max_tokens=2), di.SamplingParams(max_tokens=2, grammar="x")],
+    )
     assert out[0].error is None and "grammar slot is 'none'" in str(out[1].error)

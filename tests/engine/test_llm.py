@@ -7,6 +7,7 @@ import inspect
 import warnings
 
 import pytest
+from engine.pool import check_empty
 
 import deepinfer as di
 from deepinfer.checkpoint.tiny import write_tiny
@@ -16,7 +17,6 @@ from deepinfer.engine.llm import LLM, Outputs, RequestOutput
 from deepinfer.engine.llm_params import NO_EOS_FIRST, NoEosFirst
 from deepinfer.engine.scheduler import FCFS, DecodeOrder
 from deepinfer.slots.grammar import NoGrammar
-from engine.pool import check_empty
 
 P = di.LLM.SamplingParams
 SMALL = dict(max_num_seqs=4, max_model_len=128)
@@ -133,10 +133,22 @@ def test_outputs_are_one_object_a_token(ids):
 def test_the_documented_fields_are_there():
     names = {f.name for f in dataclasses.fields(RequestOutput)}
     assert names == {
-        "request_id", "prompt_len", "token_id", "finish_reason", "finished", "token_logprobs",
-        "nextn_logprobs", "sum_smaller_probs", "top_logprobs", "top_token_ids", "num_output_tokens",
-        "prompt_logprobs", "draft_tok", "accept_tok", "confidence_score",
-    }  # fmt: skip
+        "request_id",
+        "prompt_len",
+        "token_id",
+        "finish_reason",
+        "finished",
+        "token_logprobs",
+        "nextn_logprobs",
+        "sum_smaller_probs",
+        "top_logprobs",
+        "top_token_ids",
+        "num_output_tokens",
+        "prompt_logprobs",
+        "draft_tok",
+        "accept_tok",
+        "confidence_score",
+    }
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -182,10 +194,20 @@ def test_fields_and_defaults_are_the_documented_ones():
     seed = made.seq_seed
     assert seed is not None and 0 <= seed < 2**64 and P().seq_seed != seed
     assert dataclasses.asdict(made) == dict(
-        temperature=1.0, top_p=1.0, top_k=-1, ignore_eos=False, max_tokens=16, logprobs=None,
-        prompt_logprobs=False, top_logprobs=0, first_n_token_no_eos=0, eos_id=0, so_args=None,
-        golden_token_ids=None, seq_seed=seed,
-    )  # fmt: skip
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        ignore_eos=False,
+        max_tokens=16,
+        logprobs=None,
+        prompt_logprobs=False,
+        top_logprobs=0,
+        first_n_token_no_eos=0,
+        eos_id=0,
+        so_args=None,
+        golden_token_ids=None,
+        seq_seed=seed,
+    )
     assert made.translate() == di.SamplingParams(max_tokens=16, seed=seed)
     assert list(inspect.signature(P).parameters) == [f.name for f in dataclasses.fields(P)]
 
@@ -294,30 +316,66 @@ def test_beside_a_grammar_of_ones_own_it_is_refused(eng):
 # ------------------------------------------------------------------------------------- constructor
 
 DOCUMENTED = dict(
-    served_model_name="deepinfer-model", trust_remote_code=False, load_format="auto", seed=0,
-    max_model_len=None, data_parallel_size=0, context_parallel_size=1, expert_parallel_size=1,
-    engram_parallel_size=0, engine_rank=0, engine_group_rank=0, gpu_memory_utilization=0.90,
-    max_num_batched_tokens=None, max_num_seqs=256, disable_log_stats=True, revision=None,
-    tokenizer_revision=None, stop_preempted_request=False, engine_type=0, chunked_prefill=False,
-    ignore_len=128 * 2**20, tokens_per_block=-1, lookahead_tokens=0, offline_inference=True,
-)  # fmt: skip
+    served_model_name="deepinfer-model",
+    trust_remote_code=False,
+    load_format="auto",
+    seed=0,
+    max_model_len=None,
+    data_parallel_size=0,
+    context_parallel_size=1,
+    expert_parallel_size=1,
+    engram_parallel_size=0,
+    engine_rank=0,
+    engine_group_rank=0,
+    gpu_memory_utilization=0.90,
+    max_num_batched_tokens=None,
+    max_num_seqs=256,
+    disable_log_stats=True,
+    revision=None,
+    tokenizer_revision=None,
+    stop_preempted_request=False,
+    engine_type=0,
+    chunked_prefill=False,
+    ignore_len=128 * 2**20,
+    tokens_per_block=-1,
+    lookahead_tokens=0,
+    offline_inference=True,
+)
 OTHER = dict(
-    served_model_name="mine", load_format="dummy", data_parallel_size=8, context_parallel_size=2,
-    expert_parallel_size=8, engram_parallel_size=2, engine_rank=1, engine_group_rank=1,
-    gpu_memory_utilization=0.5, disable_log_stats=False, revision="main", tokenizer_revision="v1",
-    engine_type=1, ignore_len=5, lookahead_tokens=8,
-    offline_inference=False, tokens_per_block=64, tokenizer="elsewhere",
-)  # fmt: skip
+    served_model_name="mine",
+    load_format="dummy",
+    data_parallel_size=8,
+    context_parallel_size=2,
+    expert_parallel_size=8,
+    engram_parallel_size=2,
+    engine_rank=1,
+    engine_group_rank=1,
+    gpu_memory_utilization=0.5,
+    disable_log_stats=False,
+    revision="main",
+    tokenizer_revision="v1",
+    engine_type=1,
+    ignore_len=5,
+    lookahead_tokens=8,
+    offline_inference=False,
+    tokens_per_block=64,
+    tokenizer="elsewhere",
+)
 
 
 def test_arguments_and_defaults_are_the_documented_ones():
     assert {a.name: a.default for a in llm_args.ARGUMENTS} == DOCUMENTED
     assert len(llm_args.ARGUMENTS) == len(DOCUMENTED)
     assert [(p.name, p.default) for p in inspect.signature(LLM).parameters.values()][1:-1] == [
-        ("tokenizer", None), ("trust_remote_code", False), ("expert_parallel_size", 1),
-        ("revision", None), ("tokenizer_revision", None), ("seed", 0),
-        ("gpu_memory_utilization", 0.9), ("decode_sequence", True),
-    ]  # fmt: skip
+        ("tokenizer", None),
+        ("trust_remote_code", False),
+        ("expert_parallel_size", 1),
+        ("revision", None),
+        ("tokenizer_revision", None),
+        ("seed", 0),
+        ("gpu_memory_utilization", 0.9),
+        ("decode_sequence", True),
+    ]
     table = LLM.arguments()
     shown = dict(zip(table["argument"], table["default"]))
     assert shown == {n: repr(v) for n, v in DOCUMENTED.items()}

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, same, serial
+from engine.pool import check, check_empty
+from properties.small import small_engine
+
 from deepinfer.engine import commit, launch, overlap, step
 from deepinfer.engine.flight import Flight
 from deepinfer.engine.params import SamplingParams
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
-from engine.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, knowing, same, serial
-from engine.pool import check, check_empty
-from properties.small import small_engine
 
 torch.set_num_threads(1)
 
@@ -109,11 +110,15 @@ def test_budgets_are_the_synchronous_ones(knowing):
 def test_log_probabilities_are_the_same_too(knowing):
     how = [
         SamplingParams(
-            temperature=p.temperature, seed=p.seed, max_tokens=p.max_tokens, ignore_eos=True,
-            top_logprobs=i % 4, prompt_logprobs=i % 2 == 0,
+            temperature=p.temperature,
+            seed=p.seed,
+            max_tokens=p.max_tokens,
+            ignore_eos=True,
+            top_logprobs=i % 4,
+            prompt_logprobs=i % 2 == 0,
         )
         for i, p in enumerate(PARAMS)
-    ]  # fmt: skip
+    ]
     changes = dict(verifier=Fixed(4), max_num_batched_tokens=9, num_pages=12)
     got, want = (engine(overlap=on, **changes).generate(PROMPTS, how) for on in (True, False))
     same(got, want)
@@ -186,7 +191,9 @@ def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
         eng.add(p, q)
     exact = over = 0
     while eng.unfinished:
-        before = {r.id: (r.known, r.length, r.computed, len(r.ahead)) for r in eng.requests.values()}
+        before = {
+            r.id: (r.known, r.length, r.computed, len(r.ahead)) for r in eng.requests.values()
+        }
         eng.step()
         check(eng)
         for r in eng.requests.values():

@@ -9,14 +9,15 @@ import sys
 
 import pytest
 import torch
-from deepinfer.engine import overlap
-from deepinfer.engine.params import SamplingParams
-from deepinfer.slots.sampler import Philox
-from deepinfer.slots.verifier import Fixed
 from engine.overlapped import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
 from engine.pool import check, check_empty
 from engine.test_preemption import InterruptAt
 from properties import test_serving
+
+from deepinfer.engine import overlap
+from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.sampler import Philox
+from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow
@@ -99,18 +100,32 @@ def test_an_interrupt_by_a_signal_while_the_host_waits():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    lost = [i for i in numbers if i not in done]  # finished in a call that was interrupted at its end
+    lost = [
+        i for i in numbers if i not in done
+    ]  # finished in a call that was interrupted at its end
     assert interrupted > 4 and len(lost) <= 1
-    same([done[i] for i in numbers if i in done], [c for i, c in zip(numbers, serial()) if i in done])
+    same(
+        [done[i] for i in numbers if i in done], [c for i, c in zip(numbers, serial()) if i in done]
+    )
     check_empty(eng)
 
 
-@pytest.mark.parametrize("drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)])
+@pytest.mark.parametrize(
+    "drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)]
+)
 def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, rows):
     test_serving.walk(
-        drafts + 1, 250, monkeypatch, num_pages=pages, max_num_seqs=4, verifier=Fixed(drafts),
-        scheduler=scheduler, max_num_batched_tokens=rows, overlap=True, prefix_cache=drafts == 0,
-    )  # fmt: skip
+        drafts + 1,
+        250,
+        monkeypatch,
+        num_pages=pages,
+        max_num_seqs=4,
+        verifier=Fixed(drafts),
+        scheduler=scheduler,
+        max_num_batched_tokens=rows,
+        overlap=True,
+        prefix_cache=drafts == 0,
+    )
 
 
 @SLOW
@@ -118,10 +133,17 @@ def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, ro
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_steps_with_faults_leave_nothing_behind(monkeypatch, scheduler, seed):
     eng = test_serving.walk(
-        seed, 18000, monkeypatch, num_pages=11 + seed, max_num_seqs=4, verifier=Fixed(3 * seed),
-        scheduler=scheduler, max_num_batched_tokens=(None, 12)[seed], overlap=True,
+        seed,
+        18000,
+        monkeypatch,
+        num_pages=11 + seed,
+        max_num_seqs=4,
+        verifier=Fixed(3 * seed),
+        scheduler=scheduler,
+        max_num_batched_tokens=(None, 12)[seed],
+        overlap=True,
         prefix_cache=seed == 0,
-    )  # fmt: skip
+    )
     assert eng._loop.steps >= 10_000
 
 
@@ -152,8 +174,13 @@ def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(
     texts = {k: test_serving.alone(layout, k).token_ids for k in kinds}
     Knowing(monkeypatch, texts)
     eng = test_serving.sixty_four(
-        layout, first=first, overlap=True, prefix_cache=cached, verifier=verifier,
-        scheduler=scheduler, max_num_batched_tokens=rows,
-    )  # fmt: skip
+        layout,
+        first=first,
+        overlap=True,
+        prefix_cache=cached,
+        verifier=verifier,
+        scheduler=scheduler,
+        max_num_batched_tokens=rows,
+    )
     assert not verifier.max_draft or 0.2 < eng.stats.acceptance < 0.9
     assert not cached or eng.cache.hits > 20

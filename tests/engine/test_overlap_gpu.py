@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
+from engine.overlapped import Half
+from engine.pool import check, check_empty
 
 import deepinfer as di
 from deepinfer.engine import launch
 from deepinfer.engine.params import SamplingParams
-from engine.overlapped import Half
-from engine.pool import check, check_empty
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +81,9 @@ def test_behind_a_cut_tokens_are_those_of_the_cpu_without_hits(gpu, policy, over
 
 def test_aborts_with_results_on_their_way_cost_nobody_a_token(gpu, serial):
     draw = random.Random(5)
-    with gpu.with_(overlap=True, verifier=di.verifier.Fixed(5), num_pages=FEW, prefix_cache=True) as eng:
+    with gpu.with_(
+        overlap=True, verifier=di.verifier.Fixed(5), num_pages=FEW, prefix_cache=True
+    ) as eng:
         for _ in range(4):
             ids = [eng.add(p, how) for p, how in zip(PROMPTS, PARAMS)]
             gone, done = set(draw.sample(ids, 3)), {}

@@ -6,14 +6,15 @@ import time
 
 import pytest
 import torch
+from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
+from engine.pool import check, check_empty
+from engine.test_legal import Cycle
+from properties.small import small_engine
+
 from deepinfer.engine import commit
 from deepinfer.engine.device import WorkerDevice
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.verifier import Fixed
-from engine.overlapped import PARAMS, PROMPTS, engine, knowing, same, serial
-from engine.pool import check, check_empty
-from engine.test_legal import Cycle
-from properties.small import small_engine
 
 torch.set_num_threads(1)
 
@@ -29,7 +30,10 @@ def test_a_stop_token_in_the_middle_of_accepted_drafts(knowing):
     eos = eng.config.eos_token_id
     object.__setattr__(eng.config, "eos_token_id", stop)
     try:
-        how = [SamplingParams(temperature=p.temperature, seed=p.seed, max_tokens=p.max_tokens) for p in PARAMS]
+        how = [
+            SamplingParams(temperature=p.temperature, seed=p.seed, max_tokens=p.max_tokens)
+            for p in PARAMS
+        ]
         got = eng.generate(PROMPTS, how)
     finally:
         object.__setattr__(eng.config, "eos_token_id", eos)
@@ -37,7 +41,9 @@ def test_a_stop_token_in_the_middle_of_accepted_drafts(knowing):
     for c, p in zip(got, PARAMS):
         whole = text[p.seed]
         end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert c.token_ids == whole[:end] and c.finish_reason == ("stop" if stop in whole else "length")
+        assert c.token_ids == whole[:end] and c.finish_reason == (
+            "stop" if stop in whole else "length"
+        )
         stopped += stop in whole
     assert stopped
     check_empty(eng)
@@ -130,7 +136,9 @@ class Slow(WorkerDevice):
 def test_a_freed_slot_is_written_in_its_turn(knowing):
     """A request that begins with a snapshot in the slot of one whose prompt is still on its way:
     its window rows are put there behind those, though the slot is free long before."""
-    eng = engine(verifier=Fixed(3), prefix_cache=True, page_size=4, max_num_seqs=1, num_snapshots=99)
+    eng = engine(
+        verifier=Fixed(3), prefix_cache=True, page_size=4, max_num_seqs=1, num_snapshots=99
+    )
     want = engine(overlap=False).generate(PROMPTS[4], PARAMS[4])
     same(eng.generate(PROMPTS[4], PARAMS[4]), want)
     eng.runtime.device = Slow(eng.model.device, eng.stats.clock)
@@ -219,9 +227,13 @@ def test_a_grammar_is_never_ahead_of_its_tokens(knowing):
     params = [*PARAMS[:3]]
     how = [
         *params[:2],
-        SamplingParams(temperature=1.0, seed=5, max_tokens=9, grammar=((7, 8, 9), 7), ignore_eos=True),
+        SamplingParams(
+            temperature=1.0, seed=5, max_tokens=9, grammar=((7, 8, 9), 7), ignore_eos=True
+        ),
     ]
-    eng = small_engine("2 and 1", overlap=True, verifier=Fixed(3), grammar=Cycles(), max_model_len=64)
+    eng = small_engine(
+        "2 and 1", overlap=True, verifier=Fixed(3), grammar=Cycles(), max_model_len=64
+    )
     other = eng.with_(overlap=False)
     got, want = eng.generate(PROMPTS[:3], how), other.generate(PROMPTS[:3], how)
     same(got, want)
@@ -229,7 +241,9 @@ def test_a_grammar_is_never_ahead_of_its_tokens(knowing):
     number = eng.add(PROMPTS[2], how[2])
     eng.step()
     assert not eng._loop.flights and len(eng.requests[number].output) == 1
-    assert eng.stats.synchronous["a grammar is asked on the host"] > 5 and not other.stats.synchronous
+    assert (
+        eng.stats.synchronous["a grammar is asked on the host"] > 5 and not other.stats.synchronous
+    )
     eng.abort(number)
     check_empty(eng)
 

@@ -39,9 +39,16 @@ def test_edges_are_legal():
 
 def test_defaults_and_shape():
     assert dataclasses.asdict(SamplingParams()) == dict(
-        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, ignore_eos=False, top_logprobs=0,
-        prompt_logprobs=False, seed=None, grammar=None,
-    )  # fmt: skip
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        max_tokens=64,
+        ignore_eos=False,
+        top_logprobs=0,
+        prompt_logprobs=False,
+        seed=None,
+        grammar=None,
+    )
     assert list(inspect.signature(SamplingParams).parameters) == [
         f.name for f in dataclasses.fields(SamplingParams)
     ]

@@ -4,13 +4,14 @@ import functools
 import random
 
 import pytest
-from deepinfer.cache.pages import Pool
-from deepinfer.engine.params import SamplingParams
-from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
 from hypothesis import given
 from hypothesis import strategies as st
 from properties.small import small_engine, stream
+
+from deepinfer.cache.pages import Pool
+from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.verifier import Fixed
 
 VOCAB = 97
 

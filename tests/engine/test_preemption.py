@@ -8,12 +8,13 @@ import sys
 
 import pytest
 import torch
-from deepinfer.engine.params import SamplingParams
-from deepinfer.slots.replay import Exact
-from deepinfer.slots.verifier import Fixed
 from engine.pool import check, check_empty
 from engine.test_legal import Cycle
 from properties.small import poison, small_engine, stream
+
+from deepinfer.engine.params import SamplingParams
+from deepinfer.slots.replay import Exact
+from deepinfer.slots.verifier import Fixed
 
 PROMPTS = [stream(n, 20 + n, high=90) for n in (9, 17, 5, 12)]
 torch.set_num_threads(1)
@@ -123,7 +124,12 @@ class Cycles:
 def test_a_grammar_goes_on_where_it_was(drafts):
     """Its state is the host's: a recompute shows it no token twice."""
     eng = small_engine(
-        "one layer", max_model_len=64, page_size=8, num_pages=6, grammar=Cycles(), verifier=Fixed(drafts)
+        "one layer",
+        max_model_len=64,
+        page_size=8,
+        num_pages=6,
+        grammar=Cycles(),
+        verifier=Fixed(drafts),
     )
     cycle = (11, 24, 35, 9, 77)
     out = eng.generate(PROMPTS, grammar=cycle, max_tokens=22, ignore_eos=True).raise_for_errors()

@@ -9,6 +9,13 @@ import sys
 
 import pytest
 import torch
+from engine.pool import check, check_empty
+from engine.test_preemption import InterruptAt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
+from properties.test_serving import Unlucky, interrupted
+
 from deepinfer.cache.prefix import ImageSpan
 from deepinfer.engine import commit
 from deepinfer.engine.engine import Engine
@@ -17,12 +24,6 @@ from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
-from engine.pool import check, check_empty
-from engine.test_preemption import InterruptAt
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
-from properties.test_serving import Unlucky, interrupted
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow
@@ -541,7 +542,9 @@ class Cut(Exact):
         made = super().plan(prompt, config)
         cut = max(prompt.length - 6, 0)
         floors = tuple(0 if layer < 2 else cut for layer in range(config.num_layers))
-        return dataclasses.replace(made, rows_from=floors, kv_from=floors, floor=floors, exact=False)
+        return dataclasses.replace(
+            made, rows_from=floors, kv_from=floors, floor=floors, exact=False
+        )
 
 
 def test_what_an_approximate_window_has_left_says_so():
@@ -571,7 +574,9 @@ class Halfway(Exact):
 def test_a_plan_that_reads_a_window_nobody_has_is_refused():
     eng = engine("one layer", replay=Halfway())
     eng.generate(LONG[:70], params(most=1))
-    with pytest.raises(ValueError, match=r"Prompt\(length=70.*below start 27, .* first 1 layers is at hand at 48"):
+    with pytest.raises(
+        ValueError, match=r"Prompt\(length=70.*below start 27, .* first 1 layers is at hand at 48"
+    ):
         eng.generate(LONG[:70], params(most=1))
     check_empty(eng)
 
@@ -662,9 +667,13 @@ def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(layout, drafts, 
     """8 sequences want up to 8 * 13 pages; there are 34. Of two layers at least: the window rows of
     the last one are behind every hit and in no later key."""
     eng = engine(
-        layout, num_pages=34, max_num_seqs=8, verifier=Fixed(drafts), scheduler=scheduler,
+        layout,
+        num_pages=34,
+        max_num_seqs=8,
+        verifier=Fixed(drafts),
+        scheduler=scheduler,
         max_num_batched_tokens=rows,
-    )  # fmt: skip
+    )
     poison(eng.runtime.cache)
     crowd(random.Random(drafts), eng, layout, 64)
     assert eng.cache.hits > 10 and eng.cache.page_evictions > 10 and eng.stats.preemptions > 2
@@ -683,9 +692,14 @@ def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, 
     for kind in range(18):
         alone("two layers", kind)
     eng = engine(
-        "two layers", num_pages=30, max_num_seqs=4, verifier=Fixed(drafts), sampler=Unlucky(),
-        max_num_batched_tokens=rows, scheduler="mixed" if drafts else "fcfs",
-    )  # fmt: skip
+        "two layers",
+        num_pages=30,
+        max_num_seqs=4,
+        verifier=Fixed(drafts),
+        sampler=Unlucky(),
+        max_num_batched_tokens=rows,
+        scheduler="mixed" if drafts else "fcfs",
+    )
     poison(eng.runtime.cache)
     chance, faults = random.Random(drafts), [0, 0]
     whole, lucky, unlucky = commit.stops, Lucky(), random.Random(drafts)
@@ -742,9 +756,15 @@ def test_any_of_many_crowds_is_serial(seed, drafts, pages, seqs, rows, snapshots
 def serial(seed, drafts, pages, seqs, rows, snapshots, scheduler, page) -> None:
     """Small pools and chunks; some recompute prompt and output after their own pages are gone."""
     eng = engine(
-        "two layers", num_pages=pages * PAGE // page, max_num_seqs=seqs, verifier=Fixed(drafts),
-        max_model_len=100, max_num_batched_tokens=rows, num_snapshots=snapshots,
-        scheduler=scheduler, page_size=page,
-    )  # fmt: skip
+        "two layers",
+        num_pages=pages * PAGE // page,
+        max_num_seqs=seqs,
+        verifier=Fixed(drafts),
+        max_model_len=100,
+        max_num_batched_tokens=rows,
+        num_snapshots=snapshots,
+        scheduler=scheduler,
+        page_size=page,
+    )
     poison(eng.runtime.cache)
     crowd(random.Random(seed), eng, "two layers", 11, gives_way=0.1, loses=0.1)

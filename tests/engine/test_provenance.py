@@ -3,29 +3,43 @@
 import gc
 import weakref
 
-import deepinfer as di
 import pytest
+from properties.small import small_engine, stream
+
+import deepinfer as di
 from deepinfer.engine.scheduler import DecodeOrder
 from deepinfer.measure.provenance import of_engine
-from properties.small import small_engine, stream
 
 
 @pytest.fixture(scope="module")
 def eng():
     return small_engine(
-        "one layer", vocab=97, max_model_len=64, page_size=8, prefix_cache=True, max_num_seqs=3,
-        scheduler=DecodeOrder(max_context=500), verifier=di.verifier.Fixed(2),
-    )  # fmt: skip
+        "one layer",
+        vocab=97,
+        max_model_len=64,
+        page_size=8,
+        prefix_cache=True,
+        max_num_seqs=3,
+        scheduler=DecodeOrder(max_context=500),
+        verifier=di.verifier.Fixed(2),
+    )
 
 
 def tables(eng):
     stats = eng.stats
     return {
-        "table": stats.table(), "times": stats.times(), "latencies": stats.latencies(),
-        "by_step": stats.by_step(), "by_request": stats.by_request(), "drafts": stats.drafts(),
-        "timeline": stats.timeline().table(), "a slice": stats.timeline(last=2).table(),
-        "cache": eng.cache.table(), "kernels": eng.kernels, "memory": eng.memory,
-    }  # fmt: skip
+        "table": stats.table(),
+        "times": stats.times(),
+        "latencies": stats.latencies(),
+        "by_step": stats.by_step(),
+        "by_request": stats.by_request(),
+        "drafts": stats.drafts(),
+        "timeline": stats.timeline().table(),
+        "a slice": stats.timeline(last=2).table(),
+        "cache": eng.cache.table(),
+        "kernels": eng.kernels,
+        "memory": eng.memory,
+    }
 
 
 def require_facts(eng):

@@ -2,11 +2,12 @@
 
 import re
 
-import deepinfer as di
 import pytest
-from deepinfer.engine.scheduler import FCFS, Mixed
 from engine.pool import check_empty
 from properties.small import small_engine, stream
+
+import deepinfer as di
+from deepinfer.engine.scheduler import FCFS, Mixed
 
 PROMPT = stream(5, 30, high=90)
 
@@ -36,7 +37,9 @@ def test_a_request_that_has_ended_is_told_from_one_that_never_was(eng):
 
 @pytest.mark.parametrize("make", [di.LLM, di.Engine.from_pretrained])
 @pytest.mark.parametrize("name", ["nano", "tiny"])
-def test_the_models_of_the_package_are_named_where_a_path_is_wanted(make, name, tmp_path, monkeypatch):
+def test_the_models_of_the_package_are_named_where_a_path_is_wanted(
+    make, name, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=re.escape(f"is di.Engine.{name}()")):
         make(name)
@@ -66,8 +69,13 @@ def test_snapshots_belong_to_the_prefix_cache(eng):
 @pytest.mark.parametrize("name", ["greedy", "foo", "attn", "batch_size", "num_beams"])
 def test_no_far_name_is_suggested(eng, name):
     """A wrong guess sends a reader the wrong way: where nothing is near, what there is is said."""
-    for make in (eng.with_, lambda **k: eng.add(PROMPT, **k), lambda **k: di.LLM(eng, **k),
-                 di.SamplingParams, di.LLM.SamplingParams):
+    for make in (
+        eng.with_,
+        lambda **k: eng.add(PROMPT, **k),
+        lambda **k: di.LLM(eng, **k),
+        di.SamplingParams,
+        di.LLM.SamplingParams,
+    ):
         with pytest.raises(TypeError, match=name) as caught:
             make(**{name: 1})
         assert "did you mean" not in str(caught.value)

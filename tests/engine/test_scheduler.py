@@ -8,6 +8,9 @@ import threading
 
 import pytest
 import torch
+from engine.pool import check_empty
+from properties.small import small_engine, stream
+
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
 from deepinfer.engine.params import SamplingParams
@@ -26,17 +29,20 @@ from deepinfer.engine.stats import Stats
 from deepinfer.engine.votes import DataParallel, DataParallelVotes
 from deepinfer.measure.provenance import of_engine
 from deepinfer.slots.verifier import Fixed
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 torch.set_num_threads(1)
 
 
 def room(pages=12, seqs=4, rows=16, page=4, lookahead=0) -> Room:
     return Room(
-        PageManager(pages), Pool("state slots", seqs + 1), Stats(), page_size=page,
-        max_num_seqs=seqs, max_rows=rows, lookahead=lookahead,
-    )  # fmt: skip
+        PageManager(pages),
+        Pool("state slots", seqs + 1),
+        Stats(),
+        page_size=page,
+        max_num_seqs=seqs,
+        max_rows=rows,
+        lookahead=lookahead,
+    )
 
 
 def request(id: int, prompt: int, most: int = 8) -> Request:
@@ -64,7 +70,9 @@ def perform(schedule: Schedule, drafts: int = 0) -> None:
 
 
 def step(scheduler, drafts: int = 0) -> Schedule:
-    made = require_runnable(scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).room)
+    made = require_runnable(
+        scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).room
+    )
     perform(made, drafts)
     for s in made.shares:
         if s.request.finished:
@@ -81,7 +89,11 @@ def test_prefill_goes_first_in_chunks_and_in_order():
         s.add(request(i, n))
     said = [step(s) for _ in range(4)]
     assert [x.kind for x in said] == ["prefill", "prefill", "prefill", "decode"]
-    assert [ran(x) for x in said[:3]] == [[(0, 0, 4), (1, 0, 2)], [(1, 2, 8)], [(1, 8, 9), (2, 0, 2)]]
+    assert [ran(x) for x in said[:3]] == [
+        [(0, 0, 4), (1, 0, 2)],
+        [(1, 2, 8)],
+        [(1, 8, 9), (2, 0, 2)],
+    ]
     assert ran(said[3]) == [(0, 4, 5), (1, 9, 10), (2, 2, 3)]
     s.add(request(3, 3))
     assert ran(step(s)) == [(3, 0, 3)]
@@ -100,7 +112,10 @@ def test_the_context_of_a_prefill_step_is_capped():
     for i, n in enumerate((4, 6, 1, 14, 2)):
         s.add(request(i, n))
     assert [ran(step(s)) for _ in range(2)] == [[(0, 0, 4), (1, 0, 6)], [(2, 0, 1)]]
-    assert [len(s.waiting), step(s).kind] == [2, "prefill"]  # 14 alone is more than 10: it goes alone
+    assert [len(s.waiting), step(s).kind] == [
+        2,
+        "prefill",
+    ]  # 14 alone is more than 10: it goes alone
 
 
 def test_the_cap_counts_context_and_not_rows():
@@ -137,7 +152,10 @@ def test_mixed_steps_have_decode_rows_and_then_prefill_rows():
     assert step(s).kind == "prefill"
     s.add(request(1, 9))
     made = step(s)
-    assert made.kind == "mixed" and ran(made) == [(0, 4, 5), (1, 0, 4)]  # a row is left for the draft
+    assert made.kind == "mixed" and ran(made) == [
+        (0, 4, 5),
+        (1, 0, 4),
+    ]  # a row is left for the draft
     assert ran(step(s)) == [(0, 5, 6), (1, 4, 8)]
 
 
@@ -148,7 +166,11 @@ def test_every_random_load_ends(kind, lookahead):
     for seed in range(60):
         chance = random.Random(seed)
         page = chance.choice((1, 4, 8))
-        s = kind().start(room(chance.randint(2, 14), chance.randint(1, 4), chance.randint(1, 12), page, lookahead))
+        s = kind().start(
+            room(
+                chance.randint(2, 14), chance.randint(1, 4), chance.randint(1, 12), page, lookahead
+            )
+        )
         todo = [request(i, chance.randint(1, 20), chance.randint(1, 12)) for i in range(12)]
         todo = [r for r in todo if s.room.pages.ask(s.room.most(r)) != "never"]
         alive, first = [], []
@@ -157,7 +179,9 @@ def test_every_random_load_ends(kind, lookahead):
                 alive.append(todo.pop(0))
                 s.add(alive[-1])
             made = step(s, chance.randint(0, lookahead))
-            first += [x.request.id for x in made.shares if x.start == 0 and x.request.id not in first]
+            first += [
+                x.request.id for x in made.shares if x.start == 0 and x.request.id not in first
+            ]
             held = [p for r in s.running for p in r.pages]
             assert len(held) == len(set(held)) == s.room.pages.used
             assert [r.id for r in s.waiting] == sorted(r.id for r in s.waiting)
@@ -198,7 +222,11 @@ def test_a_name_a_class_or_an_instance():
     assert repr(FCFS()) == "FCFS()" and "scheduler=FCFS(max_context=12)" in repr(a)
     assert "scheduler" not in repr(engine())
     assert json.dumps(of_engine(a)) and "FCFS(max_context=12)" in a.settings.to_json()
-    assert EngineConfig(scheduler=FCFS()) == EngineConfig(scheduler=FCFS()) != EngineConfig(scheduler=mine)
+    assert (
+        EngineConfig(scheduler=FCFS())
+        == EngineConfig(scheduler=FCFS())
+        != EngineConfig(scheduler=mine)
+    )
     assert hash(a.settings) == hash(engine().settings)
 
 
@@ -264,7 +292,9 @@ def test_a_scheduler_from_nothing():
     out = eng.generate(PROMPTS, **HOW)
     assert [c.token_ids for c in out] == want
     assert eng.runtime.pages.used == 0 and eng.unfinished == 0
-    assert out[0].steps[0].step > out[1].steps[-1].step > out[1].steps[0].step > out[2].steps[-1].step
+    assert (
+        out[0].steps[0].step > out[1].steps[-1].step > out[1].steps[0].step > out[2].steps[-1].step
+    )
 
 
 def wild(change):
@@ -280,15 +310,24 @@ def wild(change):
     "change, words",
     [
         (lambda s, m: Schedule(m.kind, m.shares * 2), "which is listed twice"),
-        (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 1, 2),)), "has rows 1..1, 0 computed"),
+        (
+            lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 1, 2),)),
+            "has rows 1..1, 0 computed",
+        ),
         (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 0, 99),)), "and 9 tokens"),
         (lambda s, m: s.preempt(m.shares[0].request) or m, "which is waiting"),
         (lambda s, m: Schedule("decode", m.shares), "prefill rows in a decode step"),
         (lambda s, m: Schedule("both", m.shares), "a step 'both'"),
-        (lambda s, m: s.room.pages.give(m.shares[0].request.pages[1:])
-         or m.shares[0].request.pages.__delitem__(slice(1, None)) or m, "holds 1 pages, 3 are written to"),
+        (
+            lambda s, m: (
+                s.room.pages.give(m.shares[0].request.pages[1:])
+                or m.shares[0].request.pages.__delitem__(slice(1, None))
+                or m
+            ),
+            "holds 1 pages, 3 are written to",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_cannot_run_names_its_scheduler(change, words):
     eng = engine(scheduler=wild(change), page_size=4)
     with pytest.raises(ValueError, match=rf"Wild\(\) scheduled.*{words}"):
@@ -313,7 +352,9 @@ def test_a_timeout_ends_a_request_and_no_clock_is_read_without_one(monkeypatch):
     done = [c for _ in range(3) for c in eng.step()]
     now[0] = 102.5
     done += eng.step()
-    assert [(c.index, c.finish_reason, c.token_ids, c.error) for c in done] == [(waits, "timeout", (), None)]
+    assert [(c.index, c.finish_reason, c.token_ids, c.error) for c in done] == [
+        (waits, "timeout", (), None)
+    ]
     eng.runtime.scheduler.preempt(eng.requests[running])
     now[0] = 105.0
     (late,) = eng.step()
@@ -373,7 +414,9 @@ def test_a_slip_in_a_schedule_is_named(made, error, words):
 
 def test_a_scheduler_that_never_schedules_is_blamed():
     eng = engine(scheduler=wild(lambda s, m: Schedule("idle")))
-    with pytest.raises(RuntimeError, match=r"Wild\(\) scheduled nothing in 1000 steps while 1 requests"):
+    with pytest.raises(
+        RuntimeError, match=r"Wild\(\) scheduled nothing in 1000 steps while 1 requests"
+    ):
         eng.generate(PROMPTS[0], **HOW)
     assert eng.unfinished == 0
 
@@ -431,7 +474,9 @@ class Ranks:
 
         def one(rank: int) -> None:
             gather = self.gather_of(rank)
-            s = DataParallel(make(), gather, DataParallelVotes(all_every=7, any_every=10)).start(room(pages=9, rows=8))
+            s = DataParallel(make(), gather, DataParallelVotes(all_every=7, any_every=10)).start(
+                room(pages=9, rows=8)
+            )
             todo = sorted(loads[rank])
             try:
                 for n in range(most):
@@ -461,7 +506,10 @@ def test_ranks_take_steps_of_one_kind_and_finish(n, make):
     for seed in range(6):
         chance = random.Random(seed)
         loads = [
-            [(chance.randint(0, 30), chance.randint(1, 14), chance.randint(1, 12)) for _ in range(chance.randint(0, 6))]
+            [
+                (chance.randint(0, 30), chance.randint(1, 14), chance.randint(1, 12))
+                for _ in range(chance.randint(0, 6))
+            ]
             for _ in range(n)
         ]
         said = Ranks(n).run(make, loads, 800)

@@ -7,9 +7,14 @@ HEAD = stream(60, 30, high=90)
 
 def test_prompts_of_one_step_share_nothing_and_later_ones_do():
     eng = small_engine(
-        "one layer", vocab=97, max_model_len=128, page_size=8, max_num_seqs=4, prefix_cache=True,
+        "one layer",
+        vocab=97,
+        max_model_len=128,
+        page_size=8,
+        max_num_seqs=4,
+        prefix_cache=True,
         max_num_batched_tokens=512,
-    )  # fmt: skip
+    )
     prompts = [[*HEAD, *stream(30, n, high=90)] for n in range(4)]
     how = dict(max_tokens=2, ignore_eos=True, seed=1)
     together = eng.generate(prompts[:3], **how)

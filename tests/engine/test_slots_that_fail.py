@@ -73,9 +73,10 @@ def test_a_token_that_is_none_ends_its_request_alone(eng, token):
             return Sampled(drawn.tokens.masked_fill(bad, token), drawn.logprobs)
 
     e = eng.with_(sampler=Sometimes())
-    out = e.generate([LONG[:5], LONG[:6], LONG[:7]], [
-        di.SamplingParams(max_tokens=5, seed=s, ignore_eos=True) for s in (1, 99, 2)
-    ])
+    out = e.generate(
+        [LONG[:5], LONG[:6], LONG[:7]],
+        [di.SamplingParams(max_tokens=5, seed=s, ignore_eos=True) for s in (1, 99, 2)],
+    )
     assert [c.finish_reason for c in out] == ["length", "error", "length"]
     assert f"emitted token {token}" in str(out[1].error) and len(out[1].token_ids) == 2
     drained(e)
@@ -97,7 +98,11 @@ def test_results_that_would_broadcast_are_refused_by_name(eng, result):
         def forward(self, layer, x, routing):
             y = super().forward(layer, x, routing)
             return {
-                "row": y[:1], "vector": y[0], "column": y[:, :1], "integers": y.long(), "zero": 0
+                "row": y[:1],
+                "vector": y[0],
+                "column": y[:, :1],
+                "integers": y.long(),
+                "zero": 0,
             }[result]
 
     with pytest.raises((ValueError, TypeError), match="experts Wrong.forward returned"):
@@ -196,7 +201,9 @@ def test_a_verifier_weighs_its_budget_against_a_cost_curve(eng):
 
         def budget(self, stale, cost):
             b, n = stale.shape
-            expected = [b + stale.flatten().sort(descending=True)[0][:k].sum() for k in range(b * n + 1)]
+            expected = [
+                b + stale.flatten().sort(descending=True)[0][:k].sum() for k in range(b * n + 1)
+            ]
             worth = [e / cost.at(b + k) for k, e in enumerate(expected)]
             asked.append(cost)
             return b + worth.index(max(worth))
@@ -219,7 +226,13 @@ def test_signatures_spell_their_keywords():
 
 
 def test_tables_say_what_they_were_made_with(eng):
-    for table in (eng.generate(LONG[:5], max_tokens=2, seed=9).table(), eng.memory, eng.kernels,
-                  eng.score([LONG[:9]]).table()):
+    for table in (
+        eng.generate(LONG[:5], max_tokens=2, seed=9).table(),
+        eng.memory,
+        eng.kernels,
+        eng.score([LONG[:9]]).table(),
+    ):
         assert table.provenance["weights"] == eng.fingerprint and "slots" in table.provenance
-    assert "seed=9" in str(eng.generate(LONG[:5], max_tokens=2, seed=9).table().provenance["sampling"])
+    assert "seed=9" in str(
+        eng.generate(LONG[:5], max_tokens=2, seed=9).table().provenance["sampling"]
+    )

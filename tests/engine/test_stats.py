@@ -19,7 +19,9 @@ from deepinfer.engine.scheduler import Share
 from deepinfer.engine.stats import Stats
 
 ROOM = SimpleNamespace(
-    states=SimpleNamespace(size=5, free=3), pages=SimpleNamespace(size=10, used=4), max_num_seqs=4,
+    states=SimpleNamespace(size=5, free=3),
+    pages=SimpleNamespace(size=10, used=4),
+    max_num_seqs=4,
     max_rows=100,
 )
 CLOCKED = ("ms", "seconds", "TTFT", "TPOT", "ITL")
@@ -33,7 +35,10 @@ def clock(monkeypatch):
         monkeypatch.setattr(module, "perf_counter", lambda: hands.now)
     hands.device = SimpleNamespace(
         host_phase="wait",
-        anchor=lambda: None, wait=lambda mark: None, mark=lambda: hands.now, read=lambda mark: mark
+        anchor=lambda: None,
+        wait=lambda mark: None,
+        mark=lambda: hands.now,
+        read=lambda mark: mark,
     )
     return hands
 

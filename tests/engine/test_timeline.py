@@ -4,10 +4,10 @@ import json
 import re
 
 import hypothesis.strategies as st
-import deepinfer as di
 import pytest
 from hypothesis import given, settings
 
+import deepinfer as di
 from deepinfer.display import timeline as shown
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.timeline import NOTHING, OUTSIDE, Timeline
@@ -223,5 +223,7 @@ def test_the_legend_names_every_letter_that_is_drawn():
         assert all(f"{letter} " in legend for letter in drawn)
         assert ("o other steps, which are not shown" in legend) == ("o" in drawn)
         drawn_others += "o" in drawn
-        assert ("other steps" in part._repr_html_()) == any(g.what == "other steps" for g in part.gaps)
+        assert ("other steps" in part._repr_html_()) == any(
+            g.what == "other steps" for g in part.gaps
+        )
     assert drawn_others

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-from deepinfer import kernels
-from deepinfer.kernels import Quantised, Records
 from kernel_laws import (
     DTYPES,
     brute_rows,
@@ -15,6 +12,9 @@ from kernel_laws import (
     results,
     take,
 )
+
+from deepinfer import kernels
+from deepinfer.kernels import Quantised, Records
 
 gpu = pytest.param(
     "cuda",
@@ -35,9 +35,7 @@ def supported(op, name, dtype, device="cpu"):
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("op", "name"), implementations(lambda i: i.kind != "reference")
-)
+@pytest.mark.parametrize(("op", "name"), implementations(lambda i: i.kind != "reference"))
 def test_equals_the_reference(op, name, dtype, device):
     ran = 0
     reference = kernels.get(op).implementations["reference"].fn

@@ -1,7 +1,7 @@
 """The Triton kernels of the hyper-connections: on a GPU, or in Triton's interpreter on a CPU.
 
-    pytest -m gpu tests/kernels/test_mhc_gpu.py        on a GPU: compiled, every dtype
-    pytest tests/kernels/test_mhc_gpu.py               without one: interpreted, float32
+pytest -m gpu tests/kernels/test_mhc_gpu.py        on a GPU: compiled, every dtype
+pytest tests/kernels/test_mhc_gpu.py               without one: interpreted, float32
 """
 
 import pytest
@@ -228,9 +228,7 @@ def test_what_is_not_covered_is_refused_with_its_reason(op):
 def test_a_training_step_is_captured_without_a_sync(op):
     """A CUDA graph refuses every call that waits for the device."""
     arguments = inputs(op, 64, 224, torch.bfloat16, "cuda")
-    leaves = {
-        k: v.requires_grad_() for k, v in arguments.items() if isinstance(v, torch.Tensor)
-    }
+    leaves = {k: v.requires_grad_() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
 
     def step():
         out = results(getattr(OPS[op], op)(**arguments))

@@ -1,7 +1,7 @@
 """The Triton kernels of the norm and of the rotary embedding: on a GPU, or interpreted on a CPU.
 
-    pytest -m gpu tests/kernels/test_norm_rope_gpu.py  on a GPU: compiled, every dtype
-    pytest tests/kernels/test_norm_rope_gpu.py         without one: interpreted, float32
+pytest -m gpu tests/kernels/test_norm_rope_gpu.py  on a GPU: compiled, every dtype
+pytest tests/kernels/test_norm_rope_gpu.py         without one: interpreted, float32
 """
 
 import pytest

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from deepinfer import kernels
-from deepinfer.kernels.numerics import taken
 from deepinfer.kernels import Layout, Records
+from deepinfer.kernels.numerics import taken
 
 LAYOUTS = [
     Layout("float", 64),

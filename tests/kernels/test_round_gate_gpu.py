@@ -1,13 +1,13 @@
 """The Triton kernels of cache rounding and the n-gram gate: on a GPU, or in Triton's interpreter.
 
-    pytest -m gpu tests/kernels/test_round_gate_gpu.py     on a GPU: compiled, every dtype
-    pytest tests/kernels/test_round_gate_gpu.py            without one: interpreted, float32
+pytest -m gpu tests/kernels/test_round_gate_gpu.py     on a GPU: compiled, every dtype
+pytest tests/kernels/test_round_gate_gpu.py            without one: interpreted, float32
 """
 
 import pytest
 import torch
 from kernel_laws import cases, take
-from triton_rig import CUDA, INTERPRETED, everywhere, interpreter
+from triton_rig import INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.cache_round import fused_gpu as rounding

@@ -53,8 +53,10 @@ def test_shared_passes_have_the_numbers_of_an_engine_with_that_policy(layout):
     first = max(eng.config.kv_source_layers, default=0)
     policies = {
         f"{mode} {keep} {layer}": Last(keep=keep, mode=mode, layer=layer)
-        for mode in ("compact", "mask") for keep in (1, KEEP, 40) for layer in {first, 4}
-    }  # fmt: skip
+        for mode in ("compact", "mask")
+        for keep in (1, KEEP, 40)
+        for layer in {first, 4}
+    }
     plans = {n: plan_of(eng.with_(replay=p), n, PROMPT, 0) for n, p in policies.items()}
     with measuring_engine(eng, PROMPT + MORE, 0) as own, torch.no_grad():
         layers = {first_layer(p) for p in plans.values()}
@@ -168,9 +170,7 @@ def test_where_rows_end_all_their_keys_are_kept_and_metered(eng, report):
     far = report.by_distance().where(policy="whole window")
     assert far["until"][-1] == fed - lo and sum(far["rows"]) == len(TEXTS) * 2 * (fed - lo)
     near = far.where(distance=0)[0]
-    cells = [
-        c for c in report.windows.where(policy="whole window", distance=0) if c["layer"] > 2
-    ]
+    cells = [c for c in report.windows.where(policy="whole window", distance=0) if c["layer"] > 2]
     want = sum(c["error2"] for c in cells) / sum(c["norm2"] for c in cells)
     assert near["rel_l2"] == pytest.approx(math.sqrt(want))
     assert len(report.by_distance().where(policy="no cut"))
@@ -188,8 +188,9 @@ def test_distance_bins():
 @pytest.mark.parametrize("name", ["keep", "one row"])
 def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng, report, name):
     """Block by block through an engine's cache: prefill by the plan, decode, the drafter's states."""
-    from deepinfer.engine.batch import Work, build
     from properties.serial import Place
+
+    from deepinfer.engine.batch import Work, build
 
     ids, plan = TEXTS[0][:-1], plan_of(eng.with_(replay=POLICIES[name]), name, PROMPT, 0)
     rt = eng.with_(verifier="fixed", replay=POLICIES[name]).runtime
@@ -477,7 +478,11 @@ def test_keeps_are_bounded_policies(eng):
         (dict(keeps=1.5), ValueError, r"replay_error: keeps=1\.5"),
         (dict(keeps="exact"), ValueError, "'exact' means the reference"),
         (dict(keeps=["exact", 40]), ValueError, "'exact' means the reference"),
-        (dict(keeps=[40, object]), ValueError, "replay_error: keeps=<class 'object'>: want a number"),
+        (
+            dict(keeps=[40, object]),
+            ValueError,
+            "replay_error: keeps=<class 'object'>: want a number",
+        ),
         (dict(keeps=True), ValueError, "keeps=True: want a number"),
         (dict(keeps="halloo"), ValueError, "halloo"),
         (dict(keeps={"bad": "no such policy"}), ValueError, "no such policy"),
@@ -553,7 +558,9 @@ def test_a_report_says_where_nothing_was_cut():
     nano = di.Engine.nano()
     texts = [nano.encode(text) for text in di.data.heldout(count=2)]
     policies = {"cut": Bounded(), "short": Bounded(keep=100), "idle": Bounded(sides="encoder")}
-    report = di.measure.replay_error(nano, texts, policies, prompt=90, continuation=4, drafter=False)
+    report = di.measure.replay_error(
+        nano, texts, policies, prompt=90, continuation=4, drafter=False
+    )
     words = "Nothing is cut or replayed at a prompt of 90 tokens without a hit by short, idle"
     assert words in repr(report) and words in report._repr_html_()
     alone = di.measure.replay_error(nano, texts, [76], prompt=90, continuation=4, drafter=False)

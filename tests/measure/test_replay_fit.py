@@ -7,15 +7,15 @@ import pickle
 
 import pytest
 import torch
+from properties.small import DRAFTS, small_config, small_engine, stream
+
+import deepinfer as di
 from deepinfer.measure.bootstrap import Estimate, quantile
 from deepinfer.measure.replay import fit as fitting
 from deepinfer.measure.replay.calibration import tried
 from deepinfer.measure.replay.texts import Texts
-from deepinfer.slots.replay import Bounded
-from properties.small import DRAFTS, small_config, small_engine, stream
-
-import deepinfer as di
 from deepinfer.measure.table import Table
+from deepinfer.slots.replay import Bounded
 
 WINDOW = 8
 LEAST = WINDOW + DRAFTS + 1
@@ -107,7 +107,7 @@ def test_a_smaller_keep_that_meets_it_by_chance_is_not_taken():
 def test_default_candidates_go_from_the_least_keep_to_the_exact_length():
     config, make = small_config(sliding_window=WINDOW), lambda keep: Bounded(keep)
     keeps = fitting.keeps_of(make, config, 1000, None, "fit")
-    assert keeps[0] == LEAST and keeps[-1] == EXACT 
+    assert keeps[0] == LEAST and keeps[-1] == EXACT
     assert LEAST + DRAFTS + 1 in keeps  # the default of Bounded
     assert keeps == sorted(set(keeps)) and len(keeps) <= 13
     assert fitting.keeps_of(make, config, LEAST + WINDOW + 3, None, "fit")[-1] == LEAST + 3
@@ -206,7 +206,7 @@ def test_both_sides_are_measured_behind_a_hit(eng):
     hit = 2 * WINDOW
     how = dict(HOW, candidates=[LEAST], sides="both", hit=hit)
     got = Bounded.fit(eng, TEXTS, 1e3, 0.9, **how)
-    both, = got.calibration.report.plans.where(policy=f"keep {LEAST}")
+    (both,) = got.calibration.report.plans.where(policy=f"keep {LEAST}")
     assert both["start"] == hit - WINDOW and f"{hit} of it found" in str(got)
 
 

@@ -157,12 +157,18 @@ def test_other_json_is_no_report(report, tmp_path):
     """As a text and as a file: always a ValueError, never what the parser stumbled over."""
     whole = json.loads(report.to_json())
     bad = [
-        {"format": FORMAT}, [], [1], {}, {"format": "deepinfer.Table/1"},
-        whole | dict(tokens=None), whole | dict(plans=[]), whole | dict(windows={}),
+        {"format": FORMAT},
+        [],
+        [1],
+        {},
+        {"format": "deepinfer.Table/1"},
+        whole | dict(tokens=None),
+        whole | dict(plans=[]),
+        whole | dict(windows={}),
         whole | dict(passages={"format": "deepinfer.Table/1"}),
         whole | dict(tokens=whole["tokens"] | dict(rows=[1])),
         {k: x for k, x in whole.items() if k != "plans"},
-    ]  # fmt: skip
+    ]
     path = tmp_path / "[draft] report.json"
     for x in bad:
         path.write_text(json.dumps(x), "utf-8")
@@ -257,7 +263,7 @@ def test_names_of_the_namespace():
     assert names == set(di.measure.__all__) <= set(dir(di.measure))
     assert all(callable(getattr(di.measure, name)) for name in names)
     with pytest.raises(AttributeError, match="replay_errors"):
-        di.measure.replay_errors  # noqa: B018
+        di.measure.replay_errors
 
 
 # ---------------------------------------------------------------------------------------- joining
@@ -302,9 +308,14 @@ def test_texts_without_groups_stay_groups_of_their_own_when_joined():
 
     def measured(part, **more) -> ReplayReport:
         return di.measure.replay_error(
-            eng, part, {n: POLICIES[n] for n in ("keep 22", "open")}, PROMPT, MORE,
-            drafter=False, **more,
-        )  # fmt: skip
+            eng,
+            part,
+            {n: POLICIES[n] for n in ("keep 22", "open")},
+            PROMPT,
+            MORE,
+            drafter=False,
+            **more,
+        )
 
     whole, parts = measured(texts), [measured(texts[:4]), measured(texts[4:])]
     both = ReplayReport.joined(parts)
@@ -316,11 +327,14 @@ def test_texts_without_groups_stay_groups_of_their_own_when_joined():
     assert thrice.tokens.rows == whole.tokens.rows
     older = [  # a file of before it was a fact whether groups were given
         ReplayReport.of(
-            r.passages.rows, r.tokens.rows, r.windows.rows, r.plans.rows,
+            r.passages.rows,
+            r.tokens.rows,
+            r.windows.rows,
+            r.plans.rows,
             {k: x for k, x in r.facts.items() if k != "grouped"},
         )
         for r in parts
-    ]  # fmt: skip
+    ]
     assert ReplayReport.joined(older).tokens.rows == whole.tokens.rows
     # given names stay, also where they are numbers
     named = [measured(texts[:4], groups=range(4)), measured(texts[4:], groups=range(5))]

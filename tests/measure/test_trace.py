@@ -336,5 +336,7 @@ def test_zeros_in_what_a_mechanism_gives_take_it_away(engine):
         engine.logits(list(range(5, 25)))
         with engine.trace(f"{layer}.engram.value", edit=lambda x, at: x * 0):
             engine.logits(list(range(5, 25)))
-    came, left = (t[f"{layer}.{name}"].as_subclass(torch.Tensor) for name in ("in", "engram.streams"))
+    came, left = (
+        t[f"{layer}.{name}"].as_subclass(torch.Tensor) for name in ("in", "engram.streams")
+    )
     assert torch.equal(came, left[20:].repeat(2, 1, 1)) and not torch.equal(came, left)

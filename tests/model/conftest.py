@@ -2,6 +2,7 @@
 
 import oracle
 import pytest
+
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.verifier import Fixed
 
@@ -17,8 +18,14 @@ def engine(folder):
     """Fidelity 0 in float32: the terms under which the expected numbers were computed. It drafts,
     so that the drafter's context is kept and its values can be traced."""
     return Engine.from_pretrained(
-        str(folder), fidelity=0, dtype="float32", device="cpu", verifier=Fixed(5), sampler="greedy",
-        max_model_len=768, max_num_seqs=2,
+        str(folder),
+        fidelity=0,
+        dtype="float32",
+        device="cpu",
+        verifier=Fixed(5),
+        sampler="greedy",
+        max_model_len=768,
+        max_num_seqs=2,
     )
 
 

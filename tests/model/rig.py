@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from deepinfer import kernels
 from deepinfer.engine.batch import Work, build
 from deepinfer.model.context import ForwardContext
@@ -12,7 +14,6 @@ from deepinfer.slots.attention import CSA2
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import EngineInfo, RowKeys, RowParams
 from deepinfer.slots.sampler import Greedy
-from torch import Tensor
 
 
 def context(
@@ -23,8 +24,13 @@ def context(
     config = config or model.config
     info = EngineInfo(config, model.device, model.dtype, 16)
     return ForwardContext(
-        config=config, batch=build(works, config), ops=kernels.bind(), attention=CSA2().start(info),
-        experts=Local().start(info), fidelity=fidelity, tap=tap,
+        config=config,
+        batch=build(works, config),
+        ops=kernels.bind(),
+        attention=CSA2().start(info),
+        experts=Local().start(info),
+        fidelity=fidelity,
+        tap=tap,
     )
 
 

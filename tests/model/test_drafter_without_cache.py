@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from model.rig import Sequence, context
+
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_state
@@ -11,7 +13,6 @@ from deepinfer.engine.batch import Work, build
 from deepinfer.engine.engine import Engine
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
-from model.rig import Sequence, context
 
 N, LENGTH = 5, 44  # rows of a block; of a sequence, past the window (16) and the ring (22)
 # last accepted positions: without a full window, at its edge, where the engine's ring has wrapped
@@ -197,9 +198,18 @@ def size(model, fidelity=0):
 
 
 WEIGHTS = [
-    "0.main_proj.weight", "0.main_norm.weight", "0.attn.wkv.weight", "0.attn.kv_norm.weight",
-    "1.attn.wkv.weight", "1.attn.attn_sink", "2.attn.wq_b.weight", "2.attn.wo_b.weight",
-    "0.hc_attn_fn", "1.ffn.gate.weight", "2.ffn.experts.w2.weight", "2.norm.weight",
+    "0.main_proj.weight",
+    "0.main_norm.weight",
+    "0.attn.wkv.weight",
+    "0.attn.kv_norm.weight",
+    "1.attn.wkv.weight",
+    "1.attn.attn_sink",
+    "2.attn.wq_b.weight",
+    "2.attn.wo_b.weight",
+    "0.hc_attn_fn",
+    "1.ffn.gate.weight",
+    "2.ffn.experts.w2.weight",
+    "2.norm.weight",
 ]
 
 

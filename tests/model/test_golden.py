@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.config import ModelConfig
 from deepinfer.kernels import Layout

@@ -6,15 +6,16 @@ import zlib
 
 import pytest
 import torch
-from deepinfer.engine.batch import Work
+from model.rig import context
+
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
+from deepinfer.engine.batch import Work
 from deepinfer.model.engram_hash import table_rows
 from deepinfer.model.stack import Model
-from model.rig import context
 
 # more ids than the window (16), the top-k (8) and the candidate blocks (4 of 4) hold
 IDS = torch.randint(8, 900, (26,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -26,13 +27,28 @@ CHOICE = re.compile(r"\.attn\.indexer\.|\.gate\.bias")
 def small_config():
     """Five layers with every role, one draft layer."""
     config = tiny_config(quantised=False).replace(
-        hidden_size=64, num_hidden_layers=5, num_attention_heads=4, head_dim=32, q_lora_rank=32,
-        o_lora_rank=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-        compress_ratios=(0, 2, 1, 1, 1, 0), kv_source_layer_ids=(1, 2),
-        index_source_layer_ids=(1, 2, 4), index_topk=8, candidate_source_layer_id=2,
-        candidate_topk_blocks=4, candidate_block_size=4,
-        engram_layer_ids=(1,), engram_num_embeddings=(1,), engram_vocab_size=300,
-        num_nextn_predict_layers=1, dspark_target_layer_ids=(2, 4), dspark_n_routed_experts=4,
+        hidden_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        head_dim=32,
+        q_lora_rank=32,
+        o_lora_rank=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        compress_ratios=(0, 2, 1, 1, 1, 0),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 4),
+        index_topk=8,
+        candidate_source_layer_id=2,
+        candidate_topk_blocks=4,
+        candidate_block_size=4,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(1,),
+        engram_vocab_size=300,
+        num_nextn_predict_layers=1,
+        dspark_target_layer_ids=(2, 4),
+        dspark_n_routed_experts=4,
     )
     return config.replace(engram_num_embeddings=tuple(table_rows(config).values()))
 
@@ -98,10 +114,16 @@ def test_the_right_weights_have_a_gradient(model, exact):
             assert exact[name] is not None and torch.isfinite(exact[name]).all(), name
             assert exact[name].any(), name
     assert {kind(n) for n in exact} >= {
-        "embed.weight", "head.weight", "norm.weight", "layers.*.attn.attn_sink",
-        "layers.*.hc_attn_fn", "layers.*.attn.compressor.wgate.weight",
-        "layers.*.engram.embed.weight", "layers.*.ffn.gate.weight",
-        "layers.*.ffn.experts.w2.weight", "layers.*.ffn.shared_experts.w3.weight",
+        "embed.weight",
+        "head.weight",
+        "norm.weight",
+        "layers.*.attn.attn_sink",
+        "layers.*.hc_attn_fn",
+        "layers.*.attn.compressor.wgate.weight",
+        "layers.*.engram.embed.weight",
+        "layers.*.ffn.gate.weight",
+        "layers.*.ffn.experts.w2.weight",
+        "layers.*.ffn.shared_experts.w3.weight",
     }
 
 

@@ -6,10 +6,11 @@ import dataclasses
 import oracle
 import pytest
 import torch
+from model.rig import Seen, context
+
 from deepinfer.engine.batch import Work
 from deepinfer.model import mhc
 from deepinfer.slots.protocols import Rows
-from model.rig import Seen, context
 
 TOLERANCE = 1e-5  # absolute; one module, no depth to amplify a rounding
 SMALLER = {2: 2, 6: 1}  # KV source -> tokens per entry

@@ -8,8 +8,15 @@ TOLERANCE = 1e-4  # absolute; streams reach 17
 ROWS = torch.tensor([0, 1, 2, 7, 31, 64, 97, 127, 128])  # kept of the trace of 129 tokens
 LAYERS = range(10)
 PATTERNS = (
-    "*.in", "*.attn.out", "*.ffn.out", "*.entries", "*.index_keys", "*.selected", "*.candidates",
-    "features", "final",
+    "*.in",
+    "*.attn.out",
+    "*.ffn.out",
+    "*.entries",
+    "*.index_keys",
+    "*.selected",
+    "*.candidates",
+    "features",
+    "final",
 )
 
 

@@ -6,6 +6,9 @@ import hashlib
 import oracle
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.formats import round_storage
 from deepinfer.checkpoint.loader import load
@@ -15,8 +18,6 @@ from deepinfer.config import ModelConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.kernels import Quantised
 from deepinfer.model.stack import Model
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 
 STORED = {"fp8": 111, "table": 2, "fp4": 552}  # weights of each kind
 

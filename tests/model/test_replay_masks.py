@@ -4,6 +4,7 @@ exact. Float64; the policies here are the tests' own."""
 import oracle
 import pytest
 import torch
+
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.protocols import ReplayPlan
 

@@ -5,8 +5,9 @@ import dataclasses
 import oracle
 import pytest
 import torch
-from deepinfer.engine.batch import Work
 from model.rig import Seen, context
+
+from deepinfer.engine.batch import Work
 
 N = 150  # past the window (128) and past what all candidate blocks hold (128)
 
@@ -90,8 +91,9 @@ def test_two_rotary_bases(engine64, changes):
 
 def test_widths_of_stored_floats(folder, tmp_path):
     """hc_* stored as bfloat16 load to exactly those values in float32, in a bfloat16 model too."""
-    from deepinfer.engine.engine import Engine
     from safetensors.torch import load_file, save_file
+
+    from deepinfer.engine.engine import Engine
 
     source = load_file(folder / oracle.SHARD)
     narrow = {k: x.bfloat16() if ".hc_" in k else x for k, x in source.items()}

@@ -7,6 +7,8 @@ import functools
 import zlib
 
 import torch
+from torch import Tensor
+
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_config
@@ -15,7 +17,6 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
 from deepinfer.engine.engine import Engine
 from deepinfer.model.engram_hash import table_rows
-from torch import Tensor
 
 WINDOW = 16
 DRAFTS = 5

@@ -11,18 +11,16 @@ import warnings
 
 import pytest
 import torch
+from engine.pool import check_empty
+from properties.serial import Place, block, forward, state_rows, stored
+from properties.small import DRAFTS, small_engine, stream
+from properties.test_bounded_replay import IDS, KEEP, TOKENS, close, tm
+
+import deepinfer as di
 from deepinfer.engine.batch import Work
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.slots.verifier import Fixed
-
-import deepinfer as di
-from engine.pool import check, check_empty
-from engine.test_prefix import crowd
-from engine.test_prefix import engine as caching
-from properties.serial import Place, block, forward, state_rows, stored
-from properties.small import DRAFTS, small_engine, stream
-from properties.test_bounded_replay import IDS, KEEP, TOKENS, close, tm
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow
@@ -299,8 +297,6 @@ def test_what_a_bounded_prompt_leaves_is_marked():
     assert store.lookup(store.keys(TOKENS[:44]), 44, exact=False).length == 44
 
 
-
-
 def test_what_begins_at_an_inexact_snapshot_is_marked_too():
     """Its own plan drops nothing and replays nothing: the windows it took over are another's."""
     eng = cached(ENCODER, num_snapshots=16)
@@ -385,7 +381,9 @@ class FromZero(Bounded):
 
 
 def test_who_cuts_prompts_and_adopts_no_hit_is_told():
-    with pytest.warns(UserWarning, match="its first 2 layers only.*no long prompt will begin behind"):
+    with pytest.warns(
+        UserWarning, match="its first 2 layers only.*no long prompt will begin behind"
+    ):
         cached(FromZero(KEEP)).runtime
     with warnings.catch_warnings():
         warnings.simplefilter("error")

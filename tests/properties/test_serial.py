@@ -5,15 +5,15 @@ import functools
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from properties.serial import TOLERANCE, Oracle, Place, Sequence, advance, check_block, check_rows
+from properties.small import DRAFTS, LAYOUTS, RING, WINDOW, poison, small_engine, stream
+
 from deepinfer import kernels
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.verifier import Fixed
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-
-from properties.serial import TOLERANCE, Oracle, Place, Sequence, advance, check_block, check_rows
-from properties.small import DRAFTS, LAYOUTS, RING, WINDOW, poison, small_engine, stream
 
 LONGEST = 3 * WINDOW + 14
 LONG = 330  # a chunk of 300 rows goes through a ring of 22
@@ -153,7 +153,7 @@ SETTINGS = [
     dict(page_size=4),
     dict(page_size=48),
     dict(page_size=4, packed_cache=True),
-    dict(kernels={op: "reference" for op in kernels.names()}),
+    dict(kernels=dict.fromkeys(kernels.names(), "reference")),
 ]
 
 

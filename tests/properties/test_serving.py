@@ -8,13 +8,13 @@ import random
 
 import pytest
 import torch
+from engine.pool import check, check_empty
+from properties.small import poison, small_engine, stream
+
 from deepinfer.engine import commit
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
-from engine.pool import check, check_empty
-
-from properties.small import poison, small_engine, stream
 
 torch.set_num_threads(1)
 VOCAB = 97
@@ -191,12 +191,20 @@ def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **ch
     return eng
 
 
-@pytest.mark.parametrize("drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)])
+@pytest.mark.parametrize(
+    "drafts, scheduler, pages, rows", [(0, "fcfs", 11, None), (3, "mixed", 12, 12)]
+)
 def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, rows):
     walk(
-        drafts + 1, 500, monkeypatch, num_pages=pages, max_num_seqs=4, verifier=Fixed(drafts),
-        scheduler=scheduler, max_num_batched_tokens=rows,
-    )  # fmt: skip
+        drafts + 1,
+        500,
+        monkeypatch,
+        num_pages=pages,
+        max_num_seqs=4,
+        verifier=Fixed(drafts),
+        scheduler=scheduler,
+        max_num_batched_tokens=rows,
+    )
 
 
 @pytest.mark.slow
@@ -204,7 +212,13 @@ def test_random_operations_with_faults(monkeypatch, drafts, scheduler, pages, ro
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_with_faults_at_length(monkeypatch, scheduler, seed):
     walk(
-        seed, 4000, monkeypatch, num_pages=11 + seed, max_num_seqs=3 + seed, verifier=Fixed(seed),
-        scheduler=scheduler, max_num_batched_tokens=(None, 7, 12, 25)[seed],
+        seed,
+        4000,
+        monkeypatch,
+        num_pages=11 + seed,
+        max_num_seqs=3 + seed,
+        verifier=Fixed(seed),
+        scheduler=scheduler,
+        max_num_batched_tokens=(None, 7, 12, 25)[seed],
         layout=("one layer", "2 and 1")[seed % 2],
-    )  # fmt: skip
+    )

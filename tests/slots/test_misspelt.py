@@ -22,12 +22,16 @@ TYPOS = [
     (Philox, "sampler", "distribution", "distrubution distributon"),
 ]
 HELPERS = [
-    (CSA2, "attention", "selected_blocks plan_rows score selected selection reselect plain stats "
-     "planner attention extend state scores select_block window topk plot specs"),
+    (
+        CSA2,
+        "attention",
+        "selected_blocks plan_rows score selected selection reselect plain stats "
+        "planner attention extend state scores select_block window topk plot specs",
+    ),
     (BaseVerifier, "verifier", "accepted acceptance allocator locate budgets observe reject"),
     (Local, "experts", "router routes routing routed dispatch combine format reroute"),
     (Philox, "sampler", "raw redraw drawn drop drew distribute distributions noise"),
-]  # fmt: skip
+]
 
 
 def with_method(base, name, **others):
@@ -59,9 +63,14 @@ def test_a_near_name_beside_the_method_itself_is_a_helper():
     assert mismatches(both(), PROTOCOLS["attention"]) == []
     above = type("Above", (with_method(CSA2, "selct"),), {"select": CSA2.select})
     assert mismatches(above(), PROTOCOLS["attention"]) == []
-    below = type("Below", (with_method(CSA2, "select_one", select=CSA2.select),), {
-        "__module__": "mine", "selct": CSA2.select,
-    })  # fmt: skip
+    below = type(
+        "Below",
+        (with_method(CSA2, "select_one", select=CSA2.select),),
+        {
+            "__module__": "mine",
+            "selct": CSA2.select,
+        },
+    )
     assert "did you mean 'select'" in mismatches(below(), PROTOCOLS["attention"])[0]
 
 

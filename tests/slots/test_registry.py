@@ -27,16 +27,19 @@ def test_every_name_makes_an_object_that_fits(slot):
         assert mismatches(obj, registry.PROTOCOLS[slot]) == [] and slot_of(obj) == slot
 
 
-@pytest.mark.parametrize("value, error, words", [
-    ("fixd", ValueError, "did you mean 'fixed'.*the names are fixed, off"),
-    ("fixed:3", ValueError, r"takes no settings; pass an instance, di.verifier.Fixed\(3\)"),
-    ("fixed(3)", ValueError, r"di.verifier.Fixed\(3\)"),
-    (None, TypeError, "want a name .*'fixed', 'off'"),
-    ({"name": "fixed"}, TypeError, "want a name"),
-    (3, TypeError, "want a name"),
-    (Philox(), TypeError, r"'accept' is missing: Verifier.accept\(self, draft: Draft, target"),
-    (Philox, TypeError, "Philox is no verifier variant"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, error, words",
+    [
+        ("fixd", ValueError, "did you mean 'fixed'.*the names are fixed, off"),
+        ("fixed:3", ValueError, r"takes no settings; pass an instance, di.verifier.Fixed\(3\)"),
+        ("fixed(3)", ValueError, r"di.verifier.Fixed\(3\)"),
+        (None, TypeError, "want a name .*'fixed', 'off'"),
+        ({"name": "fixed"}, TypeError, "want a name"),
+        (3, TypeError, "want a name"),
+        (Philox(), TypeError, r"'accept' is missing: Verifier.accept\(self, draft: Draft, target"),
+        (Philox, TypeError, "Philox is no verifier variant"),
+    ],
+)
 def test_what_does_not_fit_says_so(value, error, words):
     with pytest.raises(error, match=words):
         resolve("verifier", value)

@@ -4,17 +4,17 @@ import dataclasses
 import warnings
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties.small import LAYOUTS, small_config, small_engine
+
+import deepinfer as di
 from deepinfer.config import ModelConfig
 from deepinfer.slots.conformance import check
 from deepinfer.slots.conformance.small import engine_info
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.registry import start
 from deepinfer.slots.replay import Bounded, Exact, Halo
-from hypothesis import given
-from hypothesis import strategies as st
-
-import deepinfer as di
-from properties.small import LAYOUTS, small_config, small_engine
 
 RELEASE = ModelConfig.v41_flash()
 SMALL = small_config()  # window 16, backtracking 6, decoder layers 2 to 4
@@ -109,8 +109,7 @@ def test_the_decoder_side_of_the_release():
     assert mask.floor == made.floor and not any(mask.rows_from + mask.kv_from)
     assert plan(Bounded(layer=30), 4000).rows_run(4000) == (4000,) * 30 + (140,) * 10
     assert not made.exact and made.why == (
-        "from 0: nothing is at hand; "
-        "from layer 20 on only the last 140 rows run, those from 3860"
+        "from 0: nothing is at hand; from layer 20 on only the last 140 rows run, those from 3860"
     )
     short = plan(Bounded(), 140)
     assert short.exact and short.rows_run(140) == (140,) * 40 and "within keep (140)" in short.why
@@ -249,8 +248,7 @@ def test_rows_of_an_exact_plan_that_are_not_exact_are_no_numbers():
 
 def test_a_plan_that_was_not_made_is_named():
     class Nothing(Exact):
-        def plan(self, prompt, config):
-            ...
+        def plan(self, prompt, config): ...
 
     assert "plan returned None: want a ReplayPlan" in repr(check(Nothing()))
 
@@ -283,7 +281,9 @@ def test_a_policy_that_leaves_less_than_a_window_is_told_once():
             eng = small_engine(replay=policy)
             eng.generate([list(range(3, 3 + n)) for n in (2, needs - 1, 60)], max_tokens=1)
     eng = small_engine(replay=Few(needs - 1))
-    with pytest.warns(UserWarning, match=rf"leaves {needs - 1} rows .* of 60; .* up to {needs} .*check"):
+    with pytest.warns(
+        UserWarning, match=rf"leaves {needs - 1} rows .* of 60; .* up to {needs} .*check"
+    ):
         eng.generate(list(range(3, 63)), max_tokens=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

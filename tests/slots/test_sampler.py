@@ -123,8 +123,12 @@ def test_a_temperature_beyond_the_range_is_uniform_over_what_is_legal(dtype, tem
     third = 1 / 3
     assert dist.probs[0].tolist() == pytest.approx([third, 0, third, 0, third], rel=1e-6)
     assert dist.probs[0, 1] == dist.probs[0, 3] == 0 and dist.finite.all()
-    drawn = S.draw(S.distribution(logits.expand(300, 5), params([(temperature, 1.0, -1)] * 300),
-                                  mask.expand(300, 5)), keys(range(300)))  # fmt: skip
+    drawn = S.draw(
+        S.distribution(
+            logits.expand(300, 5), params([(temperature, 1.0, -1)] * 300), mask.expand(300, 5)
+        ),
+        keys(range(300)),
+    )
     assert set(drawn.tokens.tolist()) == {0, 2, 4}
     two = S.distribution(logits, params([(temperature, 1.0, 2)]), mask)
     assert two.probs[0].tolist() == pytest.approx([0.5, 0, 0.5, 0, 0])
@@ -153,13 +157,21 @@ def test_inputs_are_left_alone_and_no_rows_are_legal():
     assert none.tokens.shape == none.logprobs.shape == (0,)
 
 
-@pytest.mark.parametrize("logits, p, mask, words", [
-    (torch.zeros(3), params([OFF] * 3), None, r"\[t, v\]"),
-    (torch.zeros(2, 3, dtype=torch.long), params([OFF] * 2), None, "float tensor"),
-    (torch.zeros(2, 3), params([OFF] * 3), None, "2 rows, params.temperature"),
-    (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 4, dtype=torch.bool), r"shape \(2, 3\)"),
-    (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 3), "bool"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "logits, p, mask, words",
+    [
+        (torch.zeros(3), params([OFF] * 3), None, r"\[t, v\]"),
+        (torch.zeros(2, 3, dtype=torch.long), params([OFF] * 2), None, "float tensor"),
+        (torch.zeros(2, 3), params([OFF] * 3), None, "2 rows, params.temperature"),
+        (
+            torch.zeros(2, 3),
+            params([OFF] * 2),
+            torch.ones(2, 4, dtype=torch.bool),
+            r"shape \(2, 3\)",
+        ),
+        (torch.zeros(2, 3), params([OFF] * 2), torch.ones(2, 3), "bool"),
+    ],
+)
 def test_shapes_are_checked(logits, p, mask, words):
     with pytest.raises(ValueError, match=words):
         S.distribution(logits, p, mask)

@@ -200,8 +200,12 @@ def test_allocation(v, fresh, extra, data):
 def test_the_likeliest_drafts_are_taken():
     fresh = torch.tensor([[0.9, 0.8, 0.1], [0.5, 0.4, 0.3], [0.95, 0.0, 0.0]])
     assert [Whole().allocate(fresh, 3 + k).tolist() for k in range(5)] == [
-        [1, 1, 1], [1, 1, 2], [2, 1, 2], [3, 1, 2], [3, 2, 2],
-    ]  # fmt: skip
+        [1, 1, 1],
+        [1, 1, 2],
+        [2, 1, 2],
+        [3, 1, 2],
+        [3, 2, 2],
+    ]
     assert Fixed(2).allocate(fresh, 6).tolist() == [2, 2, 2]
     assert Fixed(2).allocate(torch.ones(3, 3), 7).tolist() == [3, 2, 2]
     assert (

@@ -54,7 +54,7 @@ def prefill_cost(plan: ReplayPlan, prompt: int, config: ModelConfig) -> Cost:
     lowest = [max(plan.start, x) for x in (0, *plan.rows_from)]
     entering = tuple(prompt - x for x in lowest[:-1])
     going = tuple(prompt - x for x in lowest[1:])
-    flops: dict[str, int] = {op: 0 for op in OPS}
+    flops: dict[str, int] = dict.fromkeys(OPS, 0)
     for layer in range(config.num_layers):
         for op, adds in layer_adds(
             config, layer, entering[layer], going[layer], prompt, plan.floor[layer]
@@ -96,13 +96,15 @@ def layer_adds(
         "output": q * c.o_lora_rank * (h * e + c.o_groups * d),
         "index": index,
         "attention": 2 * h * e * (window + picked),
-        "experts": q * d * (
+        "experts": q
+        * d
+        * (
             3 * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
             + c.n_routed_experts
         ),
         "streams": k * collapse + q * (2 * mix + collapse + 2 * expand),
         "engram": k * columns * (m + 1) * d if layer in c.engram_layer_ids else 0,
-    }  # fmt: skip
+    }
 
 
 def pairs(start: int, stop: int, floor: int, window: int, ratio: int) -> tuple[int, torch.Tensor]:

@@ -41,9 +41,10 @@ def replay_divergence(
     found = Texts.of(eng, texts, prompt, max_tokens, groups, "replay_divergence")
     base = eng.with_(prefix_cache=False, num_snapshots=None)
     named = policies(eng, keeps, "replay_divergence")
-    engines = {"exact": base.with_(replay="exact"), **{
-        name: base.with_(replay=e.slots["replay"]) for name, e in named.items()
-    }}  # fmt: skip
+    engines = {
+        "exact": base.with_(replay="exact"),
+        **{name: base.with_(replay=e.slots["replay"]) for name, e in named.items()},
+    }
     said: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     prompts = [list(ids[:prompt]) for ids in found.ids]
     for name, engine in engines.items():
@@ -56,10 +57,14 @@ def replay_divergence(
                 done = engine.generate(prompts, params, progress=False).raise_for_errors()
                 said[name, way] = [c.token_ids for c in done]
     rows = [
-        found.label(i) | dict(policy=name, way=way, tokens=len(said["exact", way][i]))
+        found.label(i)
+        | dict(policy=name, way=way, tokens=len(said["exact", way][i]))
         | dict(diverged=first_difference(said["exact", way][i], said[name, way][i]))
-        for name in engines if name != "exact" for way in WAYS for i in range(len(found))
-    ]  # fmt: skip
+        for name in engines
+        if name != "exact"
+        for way in WAYS
+        for i in range(len(found))
+    ]
     facts = of_engine(eng) | found.facts | dict(sampling_seed=seed)
     facts["policies"] = {name: repr(e.slots["replay"]) for name, e in engines.items()}
     return Table(rows, title="first token that differs from exact's text", provenance=facts)

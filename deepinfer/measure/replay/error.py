@@ -150,16 +150,19 @@ def measuring_engine(eng: Engine, length: int, hit: int) -> Engine:
     for one text of `length` ids, and for the pages of a hit beside them."""
     page = eng.settings.page_size or eng.config.sliding_window
     return eng.with_(
-        replay="exact", max_model_len=length, max_num_seqs=1, prefix_cache=False,
-        num_snapshots=None, num_pages=-(-length // page) + hit // page + 1,
-    )  # fmt: skip
+        replay="exact",
+        max_model_len=length,
+        max_num_seqs=1,
+        prefix_cache=False,
+        num_snapshots=None,
+        num_pages=-(-length // page) + hit // page + 1,
+    )
 
 
 def check_hit(hit: int, prompt: int, who: str = "replay_error") -> None:
     if isinstance(hit, bool) or not isinstance(hit, int) or not 0 <= hit < prompt:
         raise ValueError(
-            f"{who}: hit={hit!r}: tokens of block KV found, whole pages below "
-            f"prompt={prompt}"
+            f"{who}: hit={hit!r}: tokens of block KV found, whole pages below prompt={prompt}"
         )
 
 
@@ -225,10 +228,14 @@ class Rows:
         windows: list[dict[str, Any]] = [
             label | row
             for row in window_errors(
-                exact, done, plan, 0 if name in self._cached else first_layer(plan) or 0,
-                len(texts.fed(i)), self.rt.config,
+                exact,
+                done,
+                plan,
+                0 if name in self._cached else first_layer(plan) or 0,
+                len(texts.fed(i)),
+                self.rt.config,
             )
-        ]  # fmt: skip
+        ]
         self.windows += windows
         norm2 = sum(w["norm2"] for w in windows)
         rel_l2 = (sum(w["error2"] for w in windows) / norm2) ** 0.5 if norm2 else 0.0

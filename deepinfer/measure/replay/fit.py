@@ -33,10 +33,20 @@ assert set(METRICS) < set(METERS)
 
 
 def fit(
-    make: Callable[[int], P], eng: Engine, texts: Prompts, tolerance: float, q: float, *,
-    prompt: int, continuation: int, groups: Sequence[Any] | None, metric: str,
-    candidates: Iterable[int] | None, hit: int, who: str,
-) -> P:  # fmt: skip
+    make: Callable[[int], P],
+    eng: Engine,
+    texts: Prompts,
+    tolerance: float,
+    q: float,
+    *,
+    prompt: int,
+    continuation: int,
+    groups: Sequence[Any] | None,
+    metric: str,
+    candidates: Iterable[int] | None,
+    hit: int,
+    who: str,
+) -> P:
     """See Bounded.fit. make: keep -> the policy of it; q: the quantile; who: signs the errors."""
     check_asked(tolerance, q, metric, who)
     found = Texts.of(eng, texts, prompt, continuation, groups, who)
@@ -49,9 +59,15 @@ def fit(
 
     def measured(part: list[int], some: dict[str, P]) -> ReplayReport:
         return replay_error(
-            eng, [list(found.ids[i]) for i in part], some, prompt, continuation,
-            groups=[found.groups[i] for i in part], hit=hit, drafter=False,
-        )  # fmt: skip
+            eng,
+            [list(found.ids[i]) for i in part],
+            some,
+            prompt,
+            continuation,
+            groups=[found.groups[i] for i in part],
+            hit=hit,
+            drafter=False,
+        )
 
     report = measured(first, tries)
     table = tried(report, dict(zip(tries, keeps, strict=True)), metric, q, tolerance)
@@ -111,9 +127,12 @@ def halves(found: Texts, who: str) -> tuple[list[int], list[int]]:
 
 
 def keeps_of(
-    make: Callable[[int], Bounded], config: ModelConfig, prompt: int,
-    candidates: Iterable[int] | None, who: str,
-) -> list[int]:  # fmt: skip
+    make: Callable[[int], Bounded],
+    config: ModelConfig,
+    prompt: int,
+    candidates: Iterable[int] | None,
+    who: str,
+) -> list[int]:
     """The keeps to try, rising."""
     window = config.sliding_window
     most = prompt - window
@@ -205,9 +224,13 @@ def check_sides(policy: Bounded, config: ModelConfig, prompt: int, hit: int, who
 
 
 def too_much(
-    table: Table, tolerance: float, q: float, metric: str, make: Callable[[int], Bounded],
+    table: Table,
+    tolerance: float,
+    q: float,
+    metric: str,
+    make: Callable[[int], Bounded],
     eng: Engine,
-) -> str:  # fmt: skip
+) -> str:
     """What to say where no candidate meets the tolerance."""
     rows: list[dict[str, Any]] = table.rows
     best = min(rows, key=lambda row: (row["high"], row["keep"]))

@@ -117,9 +117,12 @@ class Passage:
 
     def _done(self, rows: Rows, ctx, watch: Watch) -> Pass:
         return Pass(
-            self.rt.model.logits(rows, ctx), joined(rows), int(rows.set.positions[0]),
-            watch.found(), watch.ran,
-        )  # fmt: skip
+            self.rt.model.logits(rows, ctx),
+            joined(rows),
+            int(rows.set.positions[0]),
+            watch.found(),
+            watch.ran,
+        )
 
 
 def joined(rows: Rows) -> Tensor:
@@ -165,7 +168,9 @@ def behind_hit(rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, held:
         rt.pages.give(own)
 
 
-def over_pages(rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, table: list[int]) -> Pass:
+def over_pages(
+    rt: Runtime, ids: list[int], prompt: int, plan: ReplayPlan, table: list[int]
+) -> Pass:
     """The pass by a plan over the pages of a table: it reads those below plan.write_from and writes
     the others, where a later pass finds its block KV. Its window keys are in no later pass."""
     (slot,), watch, parts = rt.states.take(1), Watch(), []

@@ -51,10 +51,12 @@ class ReplayReport:
 
     @staticmethod
     def of(
-        passages: Sequence[Mapping[str, object]], tokens: Sequence[Mapping[str, object]],
-        windows: Sequence[Mapping[str, object]], plans: Sequence[Mapping[str, object]],
+        passages: Sequence[Mapping[str, object]],
+        tokens: Sequence[Mapping[str, object]],
+        windows: Sequence[Mapping[str, object]],
+        plans: Sequence[Mapping[str, object]],
         facts: Mapping[str, object],
-    ) -> ReplayReport:  # fmt: skip
+    ) -> ReplayReport:
         """A report of rows; facts: provenance of all tables."""
         facts = dict(facts) | dict(bootstrap_seed=SEED)
         rows = (passages, tokens, windows, plans)
@@ -167,9 +169,10 @@ class ReplayReport:
         rows = [dict(row) for row in self.windows]
         cut = {row["policy"] for row in rows if row.get("lowest")}
         return self._pooled(
-            ("policy", "keep", "distance", "until"), "by distance from the cut, tokens",
+            ("policy", "keep", "distance", "until"),
+            "by distance from the cut, tokens",
             [row for row in rows if row.get("lowest") != 0 or row["policy"] not in cut],
-        )  # fmt: skip
+        )
 
     def _pooled(
         self, by: tuple[str, ...], words: str, cells: Iterable[dict[str, Any]] | None = None
@@ -193,9 +196,9 @@ class ReplayReport:
 
     def _windows(self, policy: str) -> Estimate:
         rows = self._rows(self.windows, policy)
-        return _root([
-            [sum(r["error2"] for r in g), sum(r["norm2"] for r in g)] for g in _groups(rows)
-        ])  # fmt: skip
+        return _root(
+            [[sum(r["error2"] for r in g), sum(r["norm2"] for r in g)] for g in _groups(rows)]
+        )
 
     def _rows(self, table: Table, policy: str) -> list[dict[str, Any]]:
         return self._split(table).get(policy, [])
@@ -241,9 +244,14 @@ class ReplayReport:
     # -------------------------------------------------------------------------------- pictures
 
     def plot_error(
-        self, meter: str = "kl", x: str = "keep", of: str = "mean", ax: Axes | None = None,
-        floors: ReplayReport | None = None, by: Callable[[str], str] | None = None,
-    ) -> Axes:  # fmt: skip
+        self,
+        meter: str = "kl",
+        x: str = "keep",
+        of: str = "mean",
+        ax: Axes | None = None,
+        floors: ReplayReport | None = None,
+        by: Callable[[str], str] | None = None,
+    ) -> Axes:
         """A meter over keep (or x='windows', 'depth', 'rows_share', 'flops_share') with its
         interval. floors: another report (`logits_error`), whose policies are drawn as horizontal
         lines. by: policy name -> name of the line it is a point of; default: policies that differ

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def replay_seconds(
-    eng: Engine, text: Prompts, keeps: Keeps, lengths: Sequence[int], repeats: int = 5,
+    eng: Engine,
+    text: Prompts,
+    keeps: Keeps,
+    lengths: Sequence[int],
+    repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Table:
     """Time the prefill of the first `length` tokens of one text, of every length, by exact and by
@@ -51,9 +55,14 @@ def replay_seconds(
         n: e.slots["replay"] for n, e in policies(eng, keeps, "replay_seconds").items()
     }
     base = eng.with_(
-        replay="exact", prefix_cache=False, num_snapshots=None, max_num_seqs=1, num_pages=None,
-        max_model_len=max(lengths) + 1, verifier="off",
-    )  # fmt: skip
+        replay="exact",
+        prefix_cache=False,
+        num_snapshots=None,
+        max_num_seqs=1,
+        num_pages=None,
+        max_model_len=max(lengths) + 1,
+        verifier="off",
+    )
     engines = {"exact": base, **{name: base.with_(replay=p) for name, p in named.items()}}
     params, rows = SamplingParams(temperature=0.0, max_tokens=1), []
     try:
@@ -86,14 +95,18 @@ def _rows(costs: dict[str, Cost], length: int, taken: dict[str, list[float]]) ->
     medians = {name: statistics.median(x) for name, x in taken.items()}
     return [
         dict(
-            length=length, policy=name, seconds=medians[name], fastest=min(taken[name]),
+            length=length,
+            policy=name,
+            seconds=medians[name],
+            fastest=min(taken[name]),
             speedup=medians["exact"] / medians[name],
             predicted_rows=costs["exact"].rows_x_layers / costs[name].rows_x_layers,
             predicted_flops=costs["exact"].total / costs[name].total,
-            rows_x_layers=costs[name].rows_x_layers, flops=costs[name].total,
+            rows_x_layers=costs[name].rows_x_layers,
+            flops=costs[name].total,
         )
         for name in costs
-    ]  # fmt: skip
+    ]
 
 
 def name_of(clock: Callable[[], float]) -> str:

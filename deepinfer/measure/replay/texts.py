@@ -32,9 +32,13 @@ class Texts:
 
     @staticmethod
     def of(
-        eng: Engine, texts: Prompts, prompt: int, continuation: int, groups: Sequence[Any] | None,
+        eng: Engine,
+        texts: Prompts,
+        prompt: int,
+        continuation: int,
+        groups: Sequence[Any] | None,
         who: str,
-    ) -> Texts:  # fmt: skip
+    ) -> Texts:
         """Raises ValueError naming the text that is bad or too short, and labels that don't fit;
         TypeError for what is no Engine."""
         from deepinfer.engine.engine import Engine
@@ -96,6 +100,10 @@ class Texts:
         """Provenance: sizes, and a hash of all ids."""
         digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
         return dict(
-            texts=len(self), groups=len(set(self.groups)), prompt=self.prompt,
-            grouped=self.grouped, continuation=self.continuation, ids=digest,
-        )  # fmt: skip
+            texts=len(self),
+            groups=len(set(self.groups)),
+            prompt=self.prompt,
+            grouped=self.grouped,
+            continuation=self.continuation,
+            ids=digest,
+        )

@@ -49,7 +49,12 @@ def window_errors(
             sums[i].index_add_(0, place, values)
         for i, (error2, norm2, rows) in enumerate(sums.T.tolist()):
             yield dict(
-                layer=layer, lowest=low, distance=int(ends[i]), until=int(ends[i + 1]),
-                rows=int(rows), error2=error2, norm2=norm2,
+                layer=layer,
+                lowest=low,
+                distance=int(ends[i]),
+                until=int(ends[i + 1]),
+                rows=int(rows),
+                error2=error2,
+                norm2=norm2,
                 rel_l2=(error2 / norm2) ** 0.5 if norm2 else 0.0,
-            )  # fmt: skip
+            )

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from deepinfer.slots.attention import register
 from deepinfer.slots.protocols import (
-    AttnPlan, Batch, EngineInfo, IndexQuery, KVSpec, LayerInfo, RowSet, Selected,
+    AttnPlan,
+    Batch,
+    EngineInfo,
+    IndexQuery,
+    KVSpec,
+    LayerInfo,
+    RowSet,
+    Selected,
 )
 from deepinfer.slots.settings import shown
 
@@ -40,7 +47,9 @@ class CSA2:
 
     def __post_init__(self) -> None:
         if self.topk is not None and (isinstance(self.topk, bool) or self.topk < 1):
-            raise ValueError(f"CSA2(topk={self.topk!r}): entries picked a row must be a positive integer or None")
+            raise ValueError(
+                f"CSA2(topk={self.topk!r}): entries picked a row must be a positive integer or None"
+            )
 
     def __repr__(self) -> str:
         return shown(self)
@@ -59,10 +68,15 @@ class CSA2:
         c, ratio = config, config.compress_ratios[layer]
         if layer not in c.kv_source_layer_ids:
             return KVSpec(c.sliding_window, "mxfp8", ratio=ratio)
-        entry, key = c.head_dim // 2 + c.head_dim // 16, c.index_head_dim // 2 + c.index_head_dim // 32
+        entry, key = (
+            c.head_dim // 2 + c.head_dim // 16,
+            c.index_head_dim // 2 + c.index_head_dim // 32,
+        )
         return KVSpec(c.sliding_window, "mxfp8", "nvfp4", "mxfp4", ratio, (entry + key) / ratio)
 
-    def plan(self, batch: Batch, keys: RowSet, queries: RowSet, floor: Tensor | None, cache) -> AttnPlan:
+    def plan(
+        self, batch: Batch, keys: RowSet, queries: RowSet, floor: Tensor | None, cache
+    ) -> AttnPlan:
         from deepinfer.cache.layer_kv import window_places
 
         c = self._config
@@ -76,7 +90,12 @@ class CSA2:
         return AttnPlan(places, queries, visible, {r: batch.reach // r for r in ratios})
 
     def select(
-        self, layer: LayerInfo, index: IndexQuery, kv: LayerKV, plan: AttnPlan, carried: Selected | None
+        self,
+        layer: LayerInfo,
+        index: IndexQuery,
+        kv: LayerKV,
+        plan: AttnPlan,
+        carried: Selected | None,
     ) -> Selected:
         n, visible = plan.reach[layer.ratio], plan.visible[layer.ratio]
         candidates = carried.candidates if layer.role == "reindex" and carried is not None else None
@@ -87,13 +106,19 @@ class CSA2:
         if k == n and not publishes and candidates is None:
             return Selected(everything(hidden))
         scores = layer.ops.index_scores(
-            index.query, index.weights, kv.index_key_rows(n), plan.queries.owner, plan.queries.segments
+            index.query,
+            index.weights,
+            kv.index_key_rows(n),
+            plan.queries.owner,
+            plan.queries.segments,
         ).masked_fill(hidden, -torch.inf)
         if publishes:
             size = layer.candidate_block_size
             candidates = layer.ops.candidate_blocks(scores, visible, size, layer.candidate_blocks)
         elif candidates is not None:
-            scores = scores.masked_fill(outside(candidates, n, layer.candidate_block_size), -torch.inf)
+            scores = scores.masked_fill(
+                outside(candidates, n, layer.candidate_block_size), -torch.inf
+            )
         return Selected(layer.ops.topk(scores, k), candidates)
 
     def attend(
@@ -107,7 +132,11 @@ class CSA2:
 
 def everything(hidden: Tensor) -> Tensor:
     """[t, n] all visible entries in order, -1 where hidden [t, n]."""
-    return torch.arange(hidden.shape[1], device=hidden.device).expand_as(hidden).masked_fill(hidden, -1)
+    return (
+        torch.arange(hidden.shape[1], device=hidden.device)
+        .expand_as(hidden)
+        .masked_fill(hidden, -1)
+    )
 
 
 def outside(candidates: Tensor, n: int, block: int) -> Tensor:

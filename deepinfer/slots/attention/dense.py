@@ -30,7 +30,12 @@ class Dense(CSA2):
             raise ValueError("Dense takes no topk: it attends to every visible entry")
 
     def select(
-        self, layer: LayerInfo, index: IndexQuery, kv: LayerKV, plan: AttnPlan, carried: Selected | None
+        self,
+        layer: LayerInfo,
+        index: IndexQuery,
+        kv: LayerKV,
+        plan: AttnPlan,
+        carried: Selected | None,
     ) -> Selected:
         n, visible = plan.reach[layer.ratio], plan.visible[layer.ratio]
         return Selected(everything(torch.arange(n, device=visible.device) >= visible[:, None]))

@@ -48,10 +48,19 @@ def layer(s: Subject, dtype: torch.dtype = torch.float64, tied: bool = False) ->
         )
     w1, w3, w2 = (normal(e, WIDTH, WIDTH) * WIDTH**-0.5 for _ in range(3))
     return ExpertLayer(
-        name="layers.1", gate=gate, bias=bias, bias_image=image, w1=w1, w3=w3, w2=w2,
-        top_k=k, scaling=1.5, limit=2.0, act=None,
+        name="layers.1",
+        gate=gate,
+        bias=bias,
+        bias_image=image,
+        w1=w1,
+        w3=w3,
+        w2=w2,
+        top_k=k,
+        scaling=1.5,
+        limit=2.0,
+        act=None,
         ops=kernels.bind(batch_invariant=s.promises.batch_invariant),
-    )  # fmt: skip
+    )
 
 
 def inputs(
@@ -73,9 +82,14 @@ def narrowed(rows: Rows, at: Tensor) -> Rows:
     s = rows.set
     row_set = RowSet(s.positions[at], s.seq[at], s.first, s.start, None)
     return replace(
-        rows, set=row_set, streams=rows.streams[at], pre=rows.pre[at], ids=rows.ids[at],
-        lookback=rows.lookback[at], image=None if rows.image is None else rows.image[at],
-    )  # fmt: skip
+        rows,
+        set=row_set,
+        streams=rows.streams[at],
+        pre=rows.pre[at],
+        ids=rows.ids[at],
+        lookback=rows.lookback[at],
+        image=None if rows.image is None else rows.image[at],
+    )
 
 
 def both(experts, lay: ExpertLayer, x: Tensor, rows: Rows) -> tuple[Routing, Tensor]:

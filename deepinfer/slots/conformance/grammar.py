@@ -6,7 +6,8 @@ says which grammar (default: None, a grammar without constraint) and which token
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -65,7 +65,9 @@ def plans(s: Subject) -> Iterator[tuple[dict, Prompt, ModelConfig, ReplayPlan | 
                         raise
                     plan = None
                 else:
-                    expect(isinstance(plan, ReplayPlan), f"plan returned {plan!r}: want a ReplayPlan")
+                    expect(
+                        isinstance(plan, ReplayPlan), f"plan returned {plan!r}: want a ReplayPlan"
+                    )
             yield words, prompt, config, plan
 
 

@@ -39,5 +39,12 @@ class Local:
 
     def forward(self, layer: ExpertLayer, x: Tensor, routing: Routing) -> Tensor:
         return layer.ops.experts(
-            x, routing.ids, routing.weights, layer.w1, layer.w3, layer.w2, layer.limit, act=layer.act
+            x,
+            routing.ids,
+            routing.weights,
+            layer.w1,
+            layer.w3,
+            layer.w2,
+            layer.limit,
+            act=layer.act,
         )

@@ -68,9 +68,7 @@ class Bounded:
         for name in ("keep", "layer"):
             value, least = getattr(self, name), 1 if name == "keep" else 0
             if value is not None and (type(value) is not int or value < least):
-                raise ValueError(
-                    f"Bounded({name}={value!r}): want an integer >= {least}, or None"
-                )
+                raise ValueError(f"Bounded({name}={value!r}): want an integer >= {least}, or None")
         for name, known in (("mode", MODES), ("sides", SIDES)):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -178,10 +176,19 @@ class Bounded:
 
         settings: Any = dict(mode=mode, sides=sides, layer=layer, whole_window=whole_window)
         return fit(
-            lambda keep: cls(keep=keep, **settings), eng, texts, tolerance, quantile,
-            prompt=prompt, continuation=continuation, groups=groups, metric=metric,
-            candidates=candidates, hit=hit, who=f"{cls.__name__}.fit",
-        )  # fmt: skip
+            lambda keep: cls(keep=keep, **settings),
+            eng,
+            texts,
+            tolerance,
+            quantile,
+            prompt=prompt,
+            continuation=continuation,
+            groups=groups,
+            metric=metric,
+            candidates=candidates,
+            hit=hit,
+            who=f"{cls.__name__}.fit",
+        )
 
     # ------------------------------------------------------------------------------- starting
 
@@ -284,10 +291,15 @@ class Bounded:
             # A group that the hit does not close is written, so its rows run from its first token.
             groups = [hit // config.ratio(i) * config.ratio(i) for i in config.kv_source_layers]
             begin = min(begin, *groups) if groups else begin
-            return begin, hit, begin, (
-                f"replayed from {begin} on an empty window: block KV is at hand below {hit}, state "
-                f"KV up to {state} only"
-            )  # fmt: skip
+            return (
+                begin,
+                hit,
+                begin,
+                (
+                    f"replayed from {begin} on an empty window: block KV is at hand below {hit}, state "
+                    f"KV up to {state} only"
+                ),
+            )
         start = min(state, hit, max(prompt.length - 1, 0))
         if start:
             read = max(min(hit, prompt.length - 1), start) if self.replays else start

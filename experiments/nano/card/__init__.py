@@ -46,32 +46,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python -m experiments.nano.card", description=__doc__,
+        prog="python -m experiments.nano.card",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     p.add_argument("--results", type=Path, help="the report's JSON; without it nothing is measured")
     p.add_argument("--log", type=Path, nargs="*", default=[], help="log.jsonl of each stage")
     p.add_argument("--out", type=Path, required=True, help="the card to write")
-    p.add_argument("--checkpoint", type=Path, default=Path(nano.__file__).parent,
-                   help="the stored checkpoint that the card is of (default: the package's)")  # fmt: skip
+    p.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path(nano.__file__).parent,
+        help="the stored checkpoint that the card is of (default: the package's)",
+    )
     p.add_argument("--paths", type=Path, help="paths.json of `train paths`")
     p.add_argument("--work", type=Path, default=WORK, help="folder of corpus.npz")
-    p.add_argument("--trial", action="store_true",
-                   help="write it even where the results are of other weights or of small sizes")  # fmt: skip
+    p.add_argument(
+        "--trial",
+        action="store_true",
+        help="write it even where the results are of other weights or of small sizes",
+    )
     return p.parse_args(arguments)
 
 
 def card(
-    checkpoint: Checkpoint, results: Results, runs: Runs, *, paths: list[dict] | None, work: Path,
+    checkpoint: Checkpoint,
+    results: Results,
+    runs: Runs,
+    *,
+    paths: list[dict] | None,
+    work: Path,
     trial: bool,
-) -> str:  # fmt: skip
+) -> str:
     """The card's text. ValueError where results or log are not of these weights, unless a trial."""
     wrong = doubts(checkpoint, results, runs)
     if wrong and not trial:
         raise ValueError("; ".join(wrong) + "; --trial writes a card that says so")
     lines = ["# nano: a small DeepSeek-V4.1, trained on Python's standard library", ""]
     if wrong:
-        lines += paragraph("**A trial of the card, not the model's figures: " + "; ".join(wrong) + ".**")
+        lines += paragraph(
+            "**A trial of the card, not the model's figures: " + "; ".join(wrong) + ".**"
+        )
     lines += model.introduction(checkpoint)
     lines += figures.headline(results, runs)
     lines += model.architecture(checkpoint)

@@ -17,57 +17,178 @@ _CI = {"95 %": ("low", "high")}
 
 # (heading of the card's part, [(finding, its columns, significant digits)])
 PARTS: tuple[tuple[str, tuple[tuple[str, Columns, int], ...]], ...] = (
-    ("Compression of held-out text", (
-        ("quality.held-out", {"weights": "weights", "tokens": "tokens", "bits/byte": "bits_per_byte",
-                              "xz -9": "xz_bits_per_byte", "of xz": "of_xz"} | _CI, 4),
-    )),
-    ("Stored against unquantised", (
-        ("quality.rounding", {"rounded": "rounded", "change, %": "change_percent"} | _CI
-                             | {"verdict": "says"}, 3),
-    )),
-    ("Loss by position", (
-        ("quality.position", {"positions": "positions", "tokens": "tokens",
-                              "nats/token": "nats_per_token", "whole pieces": "whole_nats",
-                              "rise, %": "rise_percent"} | _CI, 4),
-        ("quality.context", {"positions": "positions", "tokens": "tokens",
-                             "change, %": "change_percent"} | _CI | {"verdict": "says"}, 3),
-    )),
-    ("Second domain", (
-        ("quality.prose", {"weights": "weights", "tokens": "tokens", "bits/byte": "bits_per_byte",
-                           "xz -9": "xz_bits_per_byte", "of xz": "of_xz"} | _CI, 4),
-    )),
-    ("Ways to compute it that must agree", (
-        ("paths", {"path": "path", "files": "files", "tokens": "tokens",
-                   "change, %": "change_percent", "mean difference": "mean_dnats",
-                   "agrees": "agrees"}, 3),
-    )),
-    ("Accepted drafts", (
-        ("drafts.accepted", {"text": "text", "contexts": "contexts", "steps": "steps",
-                             "accepted": "accepted"} | _CI
-                            | {"repeats": "repeats", "of its prompt": "in_prompt",
-                               "distinct": "distinct"}, 3),
-        ("acceptance.length", {"blocks": "blocks", "expected length": "expected_length"} | _CI, 3),
-        ("acceptance.position", {"draft": "draft", "accept": "accept"} | _CI
-                                | {"confidence": "confidence", "same first": "same_first"}, 3),
-    )),
-    ("Calibration of confidence", (
-        ("calibration", {"ECE": "ece", "by chance": "by_chance", "temperature": "temperature",
-                         "ECE after": "ece_after"}, 3),
-    )),
-    ("Load of experts", (
-        ("routing.layers", {"layer": "layer", "unused": "unused", "least": "least_over_mean",
-                            "all": "all", "prefill": "prefill", "decode": "decode",
-                            "document": "document"}, 3),
-        ("routing.skew", {"per": "per", "tokens": "tokens", "p50": "p50", "p99": "p99",
-                          "largest": "largest", "by chance": "by_chance"}, 3),
-    )),
-    ("What each mechanism is worth", (
-        ("ablations", {"without": "removed", "how": "how", "change, %": "change_percent"} | _CI
-                      | {"verdict": "says"}, 3),
-        ("ablations.markov", {"without the Markov head": "figure", "with it": "with_it",
-                              "without": "without"}, 3),
-    )),
-)  # fmt: skip
+    (
+        "Compression of held-out text",
+        (
+            (
+                "quality.held-out",
+                {
+                    "weights": "weights",
+                    "tokens": "tokens",
+                    "bits/byte": "bits_per_byte",
+                    "xz -9": "xz_bits_per_byte",
+                    "of xz": "of_xz",
+                }
+                | _CI,
+                4,
+            ),
+        ),
+    ),
+    (
+        "Stored against unquantised",
+        (
+            (
+                "quality.rounding",
+                {"rounded": "rounded", "change, %": "change_percent"} | _CI | {"verdict": "says"},
+                3,
+            ),
+        ),
+    ),
+    (
+        "Loss by position",
+        (
+            (
+                "quality.position",
+                {
+                    "positions": "positions",
+                    "tokens": "tokens",
+                    "nats/token": "nats_per_token",
+                    "whole pieces": "whole_nats",
+                    "rise, %": "rise_percent",
+                }
+                | _CI,
+                4,
+            ),
+            (
+                "quality.context",
+                {"positions": "positions", "tokens": "tokens", "change, %": "change_percent"}
+                | _CI
+                | {"verdict": "says"},
+                3,
+            ),
+        ),
+    ),
+    (
+        "Second domain",
+        (
+            (
+                "quality.prose",
+                {
+                    "weights": "weights",
+                    "tokens": "tokens",
+                    "bits/byte": "bits_per_byte",
+                    "xz -9": "xz_bits_per_byte",
+                    "of xz": "of_xz",
+                }
+                | _CI,
+                4,
+            ),
+        ),
+    ),
+    (
+        "Ways to compute it that must agree",
+        (
+            (
+                "paths",
+                {
+                    "path": "path",
+                    "files": "files",
+                    "tokens": "tokens",
+                    "change, %": "change_percent",
+                    "mean difference": "mean_dnats",
+                    "agrees": "agrees",
+                },
+                3,
+            ),
+        ),
+    ),
+    (
+        "Accepted drafts",
+        (
+            (
+                "drafts.accepted",
+                {"text": "text", "contexts": "contexts", "steps": "steps", "accepted": "accepted"}
+                | _CI
+                | {"repeats": "repeats", "of its prompt": "in_prompt", "distinct": "distinct"},
+                3,
+            ),
+            (
+                "acceptance.length",
+                {"blocks": "blocks", "expected length": "expected_length"} | _CI,
+                3,
+            ),
+            (
+                "acceptance.position",
+                {"draft": "draft", "accept": "accept"}
+                | _CI
+                | {"confidence": "confidence", "same first": "same_first"},
+                3,
+            ),
+        ),
+    ),
+    (
+        "Calibration of confidence",
+        (
+            (
+                "calibration",
+                {
+                    "ECE": "ece",
+                    "by chance": "by_chance",
+                    "temperature": "temperature",
+                    "ECE after": "ece_after",
+                },
+                3,
+            ),
+        ),
+    ),
+    (
+        "Load of experts",
+        (
+            (
+                "routing.layers",
+                {
+                    "layer": "layer",
+                    "unused": "unused",
+                    "least": "least_over_mean",
+                    "all": "all",
+                    "prefill": "prefill",
+                    "decode": "decode",
+                    "document": "document",
+                },
+                3,
+            ),
+            (
+                "routing.skew",
+                {
+                    "per": "per",
+                    "tokens": "tokens",
+                    "p50": "p50",
+                    "p99": "p99",
+                    "largest": "largest",
+                    "by chance": "by_chance",
+                },
+                3,
+            ),
+        ),
+    ),
+    (
+        "What each mechanism is worth",
+        (
+            (
+                "ablations",
+                {"without": "removed", "how": "how", "change, %": "change_percent"}
+                | _CI
+                | {"verdict": "says"},
+                3,
+            ),
+            (
+                "ablations.markov",
+                {"without the Markov head": "figure", "with it": "with_it", "without": "without"},
+                3,
+            ),
+        ),
+    ),
+)
 
 SUMMARY = ("figure", "target", "measured", "reached", "second_seed")
 
@@ -86,7 +207,9 @@ def headline(results: Results, runs: Runs) -> list[str]:
     if not second:
         lines += md.paragraph("A second seed: not measured.")
     elif runs.others:
-        lines += md.paragraph('How the second seed was trained, and on how much: "Other seeds" below.')
+        lines += md.paragraph(
+            'How the second seed was trained, and on how much: "Other seeds" below.'
+        )
     return lines
 
 
@@ -181,9 +304,11 @@ def on_the_trainer(paths: list[dict[str, Any]] | None) -> list[str]:
     if not paths:
         return md.paragraph("Not measured: the paths of the training machine (`train paths`).")
     words = {
-        "dtype": "{}", "slots": "{} slots", "compiled": ("eager", "compiled"),
+        "dtype": "{}",
+        "slots": "{} slots",
+        "compiled": ("eager", "compiled"),
         "gradient": ("without gradients", "with gradients"),
-    }  # fmt: skip
+    }
     kinds = []
     for key, word in words.items():
         values = dict.fromkeys(row[key] for row in paths)
@@ -204,9 +329,14 @@ def on_the_trainer(paths: list[dict[str, Any]] | None) -> list[str]:
 
 def weaknesses(results: Results, runs: Runs) -> list[str]:
     found = [
-        *missed(results), *over_fitting(runs), *repetition(results), *second_domain(results),
-        *cold_confidence(results), *nulls(results), *spread(results),
-    ]  # fmt: skip
+        *missed(results),
+        *over_fitting(runs),
+        *repetition(results),
+        *second_domain(results),
+        *cold_confidence(results),
+        *nulls(results),
+        *spread(results),
+    ]
     if runs.backbone is not None:
         found.append(
             f"It was trained on sequences of {runs.backbone.recipe['length']:,} tokens; nothing was "
@@ -249,8 +379,9 @@ def repetition(results: Results) -> list[str]:
         f"Its text repeats itself ({row['text']}): {row['repeats']:,} of {row['contexts']:,} texts, "
         f"{md.number(row['distinct'])} of their {GRAM}-grams differ; such text is easy to draft, and "
         f"{md.number(row['accepted'])} tokens a step over all of it flatter the drafter."
-        for row in rows if row["repeats"] and "whole" in str(row["text"])
-    ]  # fmt: skip
+        for row in rows
+        if row["repeats"] and "whole" in str(row["text"])
+    ]
 
 
 def second_domain(results: Results) -> list[str]:
@@ -286,7 +417,10 @@ def nulls(results: Results) -> list[str]:
     rows = [row for row in rows if row["removed"] != "nothing"]
     said = []
     for verdict, words in (
-        ("null", "Nothing was shown for: {}: without it, held-out text is neither better nor worse."),
+        (
+            "null",
+            "Nothing was shown for: {}: without it, held-out text is neither better nor worse.",
+        ),
         ("better", "Held-out text is better without: {}."),
         ("too few", "Too few modules to tell: {}."),
     ):

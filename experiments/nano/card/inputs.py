@@ -85,10 +85,20 @@ def read_run(path: str | Path) -> Run:
     end = next((row for row in of["written"] if "tokens" not in row), {})
     stopped = of["stopped"][-1] if of["stopped"] else {}
     return Run(
-        stage, start["seed"], recipe, start["torch"], start.get("device"), tuple(of[stage]),
-        tuple(of["dev"]), tuple(own), end.get("seconds"), end.get("gigabytes"),
-        stopped.get("step"), stopped.get("seconds"), end.get("stored"),
-    )  # fmt: skip
+        stage,
+        start["seed"],
+        recipe,
+        start["torch"],
+        start.get("device"),
+        tuple(of[stage]),
+        tuple(of["dev"]),
+        tuple(own),
+        end.get("seconds"),
+        end.get("gigabytes"),
+        stopped.get("step"),
+        stopped.get("seconds"),
+        end.get("stored"),
+    )
 
 
 def there(path: Path, wish: str, whence: str) -> None:

@@ -22,9 +22,13 @@ def _filled(text: str, first: str = "", later: str = "") -> str:
     """`text` in lines, no number parted from its percent sign."""
     tied = " ".join(text.split()).replace(" %", "\u00a0%")
     lines = fill(
-        tied, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False,
+        tied,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_on_hyphens=False,
         break_long_words=False,
-    )  # fmt: skip
+    )
     return lines.replace("\u00a0%", " %")
 
 

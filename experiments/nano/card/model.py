@@ -80,34 +80,59 @@ def architecture(checkpoint: Checkpoint) -> list[str]:
 
 def described(c: ModelConfig) -> list[tuple[str, str]]:
     """What each mechanism's size is, from the config."""
+
     def plain(values: Any) -> str:
         return ", ".join(map(str, values))
 
     text = c.to_dict()["text_config"]
     return [
         ("hidden size, vocabulary", f"{c.hidden_size}, {c.vocab_size:,}"),
-        ("layers", f"{len(c.encoder_layers)} encoder, {len(c.decoder_layers)} decoder, "
-                   f"{len(c.draft_layers)} draft"),
-        ("attention", f"{text['num_attention_heads']} heads of {c.head_dim}, "
-                      f"{text['qk_rope_head_dim']} of it rotated; window {c.sliding_window}"),
+        (
+            "layers",
+            f"{len(c.encoder_layers)} encoder, {len(c.decoder_layers)} decoder, "
+            f"{len(c.draft_layers)} draft",
+        ),
+        (
+            "attention",
+            f"{text['num_attention_heads']} heads of {c.head_dim}, "
+            f"{text['qk_rope_head_dim']} of it rotated; window {c.sliding_window}",
+        ),
         ("compression by layer", plain(text["compress_ratios"]) + " (the last of draft layers)"),
         ("compressed KV from layers", plain(text["kv_source_layer_ids"])),
-        ("indexer", f"{text['index_n_heads']} heads of {text['index_head_dim']}, "
-                    f"picks {c.index_topk}, in layers {plain(text['index_source_layer_ids'])}"),
-        ("candidates", f"{text['candidate_topk_blocks']} blocks of {text['candidate_block_size']} "
-                       f"entries, from layer {text['candidate_source_layer_id']} on"),
-        ("experts", f"{c.n_routed_experts}, {c.num_experts_per_tok} a token, and "
-                    f"{text['n_shared_experts']} shared; width {text['moe_intermediate_size']}"),
+        (
+            "indexer",
+            f"{text['index_n_heads']} heads of {text['index_head_dim']}, "
+            f"picks {c.index_topk}, in layers {plain(text['index_source_layer_ids'])}",
+        ),
+        (
+            "candidates",
+            f"{text['candidate_topk_blocks']} blocks of {text['candidate_block_size']} "
+            f"entries, from layer {text['candidate_source_layer_id']} on",
+        ),
+        (
+            "experts",
+            f"{c.n_routed_experts}, {c.num_experts_per_tok} a token, and "
+            f"{text['n_shared_experts']} shared; width {text['moe_intermediate_size']}",
+        ),
         ("hyper-connections", f"{c.hc_mult} streams, {text['hc_sinkhorn_iters']} Sinkhorn steps"),
-        ("Engram", f"layers {plain(c.engram_layer_ids)}, n-grams up to "
-                   f"{text['engram_max_ngram_size']}, {text['engram_n_heads']} heads of "
-                   f"{text['engram_head_dim']}"),
-        ("drafter", f"{counted(text['dspark_block_size'], 'draft')} a step, reads layers "
-                    f"{plain(text['dspark_target_layer_ids'])}"),
-        ("its experts, Markov head", f"{text['dspark_n_routed_experts']}, "
-                                     f"{text['dspark_num_experts_per_tok']} a token; rank "
-                                     f"{text['dspark_markov_rank']}"),
-    ]  # fmt: skip
+        (
+            "Engram",
+            f"layers {plain(c.engram_layer_ids)}, n-grams up to "
+            f"{text['engram_max_ngram_size']}, {text['engram_n_heads']} heads of "
+            f"{text['engram_head_dim']}",
+        ),
+        (
+            "drafter",
+            f"{counted(text['dspark_block_size'], 'draft')} a step, reads layers "
+            f"{plain(text['dspark_target_layer_ids'])}",
+        ),
+        (
+            "its experts, Markov head",
+            f"{text['dspark_n_routed_experts']}, "
+            f"{text['dspark_num_experts_per_tok']} a token; rank "
+            f"{text['dspark_markov_rank']}",
+        ),
+    ]
 
 
 def layers(c: ModelConfig) -> str:
@@ -125,7 +150,9 @@ def layers(c: ModelConfig) -> str:
 
 
 def manifest() -> dict[str, Any]:
-    return json.loads(resources.files("deepinfer.data").joinpath("manifest.json").read_text("utf-8"))
+    return json.loads(
+        resources.files("deepinfer.data").joinpath("manifest.json").read_text("utf-8")
+    )
 
 
 def data(checkpoint: Checkpoint, work: Path) -> list[str]:
@@ -145,8 +172,15 @@ def data(checkpoint: Checkpoint, work: Path) -> list[str]:
     rows = []
     for name, each in known["sets"].items():
         modules = len({file["module"] for file in each["files"]})
-        rows.append((name, md.number(len(each["files"])), md.number(modules),
-                     md.number(each["bytes"]), f"`{each['sha256']}`"))  # fmt: skip
+        rows.append(
+            (
+                name,
+                md.number(len(each["files"])),
+                md.number(modules),
+                md.number(each["bytes"]),
+                f"`{each['sha256']}`",
+            )
+        )
     lines += md.table(("judges", "files", "modules", "bytes", "SHA-256 of the text"), rows)
     return lines + trained_on(checkpoint, work)
 
@@ -170,7 +204,9 @@ def trained_on(checkpoint: Checkpoint, work: Path) -> list[str]:
                 continue
             ids, offsets = arrays[f"{name}_ids"], arrays[f"{name}_offsets"]
             rows.append((name, md.number(len(offsets) - 1), md.number(len(ids))))
-    digests = [f"`{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}`" for f in (tokenizer, corpus)]
+    digests = [
+        f"`{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}`" for f in (tokenizer, corpus)
+    ]
     return [
         *md.table(("part", "files", "tokens"), rows),
         *md.paragraph(
@@ -178,17 +214,19 @@ def trained_on(checkpoint: Checkpoint, work: Path) -> list[str]:
             "where the recipe has a share of it. Tokenizer: byte-level BPE, learnt on the trained "
             "files alone. Tokens count a bos and an eos for each file. SHA-256 of the files:"
         ),
-        *map(md.bullet, digests), "",
+        *map(md.bullet, digests),
+        "",
     ]
 
 
 def licence() -> list[str]:
     return [
-        "## Licence", "",
+        "## Licence",
+        "",
         *md.paragraph(
             "The weights, config and tokenizer: Apache-2.0, as the project. The texts in "
             f"`deepinfer/data`: {manifest()['licence']}, copyright of the Python Software "
             "Foundation and the other holders named in that file. What the model writes can repeat "
             "text that it was trained on, which stays under that licence."
         ),
-    ]  # fmt: skip
+    ]

@@ -45,7 +45,9 @@ def section(runs: Runs) -> list[str]:
         more = [] if run is None else [said for name, said in MORE.items() if run.recipe.get(name)]
         lines += [f"### {stage.capitalize()}", "", *md.paragraph(" ".join([WHAT[stage], *more]))]
         if run is None:
-            lines += md.paragraph(f"No log of the {stage} stage was given: its course is not known.")
+            lines += md.paragraph(
+                f"No log of the {stage} stage was given: its course is not known."
+            )
             continue
         lines += md.paragraph(course(run))
         lines += backbone_curve(run) if stage == "backbone" else drafter_curve(run)
@@ -82,7 +84,11 @@ def course(run: Run) -> str:
     for row in run.own:
         name, different = row.get("text", "mixed"), row.get("different")
         text += f" The target wrote {row['tokens']:,} tokens of {name} text"
-        text += "." if different is None else f" (different tokens over length: {md.number(different)})."
+        text += (
+            "."
+            if different is None
+            else f" (different tokens over length: {md.number(different)})."
+        )
     if run.stopped is not None:
         text += f" A limit of {md.number(run.limit)} s ended it at step {run.stopped:,} of "
         text += f"{run.recipe['steps']:,}, so another machine would stop elsewhere."
@@ -137,15 +143,28 @@ def backbone_curve(run: Run) -> list[str]:
     dev = {row["step"]: row["nats"] for row in run.dev}
     rows = []
     for step, logged in between(run, marks(run)):
-        rows.append([
-            f"{step:,}", millions(step, run), md.number(mean([x["nats"] for x in logged]), 4),
-            md.number(dev.get(step), 4), md.number(mean([x["index_kl"] for x in logged])),
-            md.number(max(x["max_load"] for x in logged)),
-            md.number(min(x["min_load"] for x in logged)),
-            f"{median(x['tokens_per_second'] for x in logged):,.0f}",
-        ])  # fmt: skip
-    columns = ("step", "M tokens", "train nats", "dev nats", "index KL", "most load", "least load",
-               "tokens/s")  # fmt: skip
+        rows.append(
+            [
+                f"{step:,}",
+                millions(step, run),
+                md.number(mean([x["nats"] for x in logged]), 4),
+                md.number(dev.get(step), 4),
+                md.number(mean([x["index_kl"] for x in logged])),
+                md.number(max(x["max_load"] for x in logged)),
+                md.number(min(x["min_load"] for x in logged)),
+                f"{median(x['tokens_per_second'] for x in logged):,.0f}",
+            ]
+        )
+    columns = (
+        "step",
+        "M tokens",
+        "train nats",
+        "dev nats",
+        "index KL",
+        "most load",
+        "least load",
+        "tokens/s",
+    )
     return [
         *md.table(columns, rows),
         *md.paragraph(
@@ -161,13 +180,22 @@ def drafter_curve(run: Run) -> list[str]:
     places = range(len(run.steps[0]["overlap"]))
     for step, logged in between(run, marks(run)):
         found = dev.get(step)
-        cells = [f"{step:,}", md.number(mean([x["loss"] for x in logged])),
-                 md.number(mean([x["accepted"] for x in logged]))]  # fmt: skip
+        cells = [
+            f"{step:,}",
+            md.number(mean([x["loss"] for x in logged])),
+            md.number(mean([x["accepted"] for x in logged])),
+        ]
         cells += [md.number(found["accepted"] if found else None)]
         cells += [md.number(found["overlap"][k] if found else None) for k in places]
         rows.append([*cells, md.number(max(x["max_load"] for x in logged))])
-    columns = ("step", "train loss", "train length", "dev length",
-               *(f"dev {k + 1}" for k in places), "most load")  # fmt: skip
+    columns = (
+        "step",
+        "train loss",
+        "train length",
+        "dev length",
+        *(f"dev {k + 1}" for k in places),
+        "most load",
+    )
     return [
         *md.table(columns, rows),
         *md.paragraph(
@@ -221,16 +249,22 @@ def commands(runs: Runs) -> list[list[str]]:
         *(train(run, runs) for run in everything),
         [module + "train paths", f"--checkpoint {stored}", "--out paths"],
         [
-            module + "report", f"--checkpoint {stored}", f"--unquantised {plain_}/unquantised",
-            *(f"--second-seed {folder(run)}/stored" for run in second[:1]), "--out results.json",
+            module + "report",
+            f"--checkpoint {stored}",
+            f"--unquantised {plain_}/unquantised",
+            *(f"--second-seed {folder(run)}/stored" for run in second[:1]),
+            "--out results.json",
         ],
         [module + "train ship", f"--checkpoint {stored}"],
         [
-            module + "card", "--results results.json", "--log",
-            *(f"{folder(run)}/log.jsonl" for run in everything), "--paths paths/paths.json",
+            module + "card",
+            "--results results.json",
+            "--log",
+            *(f"{folder(run)}/log.jsonl" for run in everything),
+            "--paths paths/paths.json",
             "--out deepinfer/checkpoint/nano/README.md",
         ],
-    ]  # fmt: skip
+    ]
 
 
 def train(run: Run, runs: Runs) -> list[str]:
@@ -277,13 +311,14 @@ def other_seeds(runs: Runs) -> list[str]:
         tokens = millions(run.last_step, run) if run.stage == "backbone" else ""
         rows.append([run.stage, str(run.seed), f"{run.last_step:,}", tokens, md.number(on_dev, 4)])
     return [
-        "### Other seeds", "",
+        "### Other seeds",
+        "",
         *md.table(("stage", "seed", "steps", "M tokens", "dev at the end"), rows),
         *md.paragraph(
             "dev at the end: nats a token of a backbone, expected length of a drafter. "
             + " ".join(differences(run, runs) for run in runs.others)
         ),
-    ]  # fmt: skip
+    ]
 
 
 def differences(run: Run, runs: Runs) -> str:
@@ -293,7 +328,8 @@ def differences(run: Run, runs: Runs) -> str:
         return ""
     said = [
         f"{name}={plain(value)} in place of {plain(shipped.recipe.get(name))}"
-        for name, value in run.recipe.items() if shipped.recipe.get(name) != value
+        for name, value in run.recipe.items()
+        if shipped.recipe.get(name) != value
     ]
     if run.stage == "drafter" and runs.more is not None:
         said.append("one stage in place of two")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from oracle import HERE, SHARD, pack  # noqa: E402
+from oracle import HERE, SHARD, pack
 
 STEP = 2.0**-18
 THIN = 4  # columns of long logits
@@ -66,7 +66,11 @@ MODULES = (  # what ../components.xz does not have
     *(f"attention/{layer}/out" for layer in (0, 2, 3, 6, 7, 8, 9)),
     *(f"attention/{layer}/topk" for layer in (2, 6, 8)),
     *(f"attention/{layer}/{what}" for layer in (2, 6) for what in ("compressed_kv", "index_keys")),
-    "attention/candidates", "compressor/6/out", "moe/x", "moe/out", "engram/hash_masked",
+    "attention/candidates",
+    "compressor/6/out",
+    "moe/x",
+    "moe/out",
+    "engram/hash_masked",
 )
 
 

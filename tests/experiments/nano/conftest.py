@@ -1,7 +1,8 @@
 """For the tests of the nano report: a tiny engine in float64 and two documents."""
 
-import deepinfer as di
 import pytest
+
+import deepinfer as di
 from deepinfer.engine.engine import Engine
 from experiments.nano import texts
 

@@ -10,6 +10,7 @@ from statistics import mean, median
 
 import numpy as np
 import pytest
+
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
@@ -33,24 +34,45 @@ COLUMNS = {
     "acceptance.length": "blocks expected_length low high",
     "acceptance.position": "draft accept low high confidence same_first",
     "calibration": "outcome draft observed confidence accept ece by_chance ece_product temperature "
-                   "ece_after product_after",
+    "ece_after product_after",
     "routing.layers": "layer unused least_over_mean all prefill decode document worst_document",
     "routing.skew": "per tokens number p50 p90 p99 largest by_chance",
     "ablations": "removed how change_percent low high says",
     "ablations.markov": "figure with_it without",
     "summary": "figure target measured reached second_seed",
-}  # fmt: skip
+}
 TEXT = {
-    "weights": ("stored", "unquantised"), "removed": ("sinks", "Engram"),
-    "says": ("null: 0 is inside", "worse"), "positions": ("0-63", "64-255"),
-    "outcome": ("1 - TV on text", "greedy, temperature 0"), "per": ("document", "all"),
-    "text": ("temperature 0, whole text", "temperature 1, rejection"), "agrees": (True, True),
-    "figure": ("worst ECE", "without sinks, %"), "target": ("<= 0.0512", "worse"),
-    "reached": ("NO", "yes"), "draft": (1, 1), "layer": (0, 1), "rounded": ("weights", "caches"),
-    "path": ("in chunks", "at once"), "how": ("their logits are low", "its values are zero"),
-}  # fmt: skip
-WHOLE = {"tokens", "bytes", "files", "contexts", "steps", "repeats", "blocks", "observed", "unused",
-         "whole_tokens", "number", "fidelity"}  # fmt: skip
+    "weights": ("stored", "unquantised"),
+    "removed": ("sinks", "Engram"),
+    "says": ("null: 0 is inside", "worse"),
+    "positions": ("0-63", "64-255"),
+    "outcome": ("1 - TV on text", "greedy, temperature 0"),
+    "per": ("document", "all"),
+    "text": ("temperature 0, whole text", "temperature 1, rejection"),
+    "agrees": (True, True),
+    "figure": ("worst ECE", "without sinks, %"),
+    "target": ("<= 0.0512", "worse"),
+    "reached": ("NO", "yes"),
+    "draft": (1, 1),
+    "layer": (0, 1),
+    "rounded": ("weights", "caches"),
+    "path": ("in chunks", "at once"),
+    "how": ("their logits are low", "its values are zero"),
+}
+WHOLE = {
+    "tokens",
+    "bytes",
+    "files",
+    "contexts",
+    "steps",
+    "repeats",
+    "blocks",
+    "observed",
+    "unused",
+    "whole_tokens",
+    "number",
+    "fidelity",
+}
 
 
 def finding(name, seed):
@@ -67,9 +89,19 @@ def finding(name, seed):
     rows = [{c: cell(c, i) for c in COLUMNS[name].split()} for i in range(2)]
     says = f"What {name} means, on {random.integers(100, 999)} texts."
     says += " of_xz is a share." if "of_xz" in rows[0] else ""
-    return findings.Finding(name, says, Table(rows, title=name, provenance={
-        "settings": {"fidelity": 1}, "dtype": "float32", "commit": "0123456789abcdef+changes",
-    }))  # fmt: skip
+    return findings.Finding(
+        name,
+        says,
+        Table(
+            rows,
+            title=name,
+            provenance={
+                "settings": {"fidelity": 1},
+                "dtype": "float32",
+                "commit": "0123456789abcdef+changes",
+            },
+        ),
+    )
 
 
 def write_report(path, stored, without=(), **facts):
@@ -90,19 +122,41 @@ def write_log(path, recipe, seed, stopped=False, finished=True):
 
     stage = type(recipe).__name__.lower()
     if stage == "drafter":
-        rows.append({"stage": "written", "text": "sampled", "seconds": x(), "tokens": 51_717,
-                     "different": x(0, 1)})  # fmt: skip
+        rows.append(
+            {
+                "stage": "written",
+                "text": "sampled",
+                "seconds": x(),
+                "tokens": 51_717,
+                "different": x(0, 1),
+            }
+        )
     for step in range(20, recipe.steps + 1, 20):
         row = {"stage": stage, "step": step, "seconds": x(), "max_load": x(1, 5)}
         if stage == "backbone":
-            row |= {"nats": x(), "index_kl": x(), "min_load": x(0, 1), "tokens_per_second": x(1e5, 2e5),
-                    "library_epochs": 3, "tests_epochs": 2, "renamed_epochs": 4}  # fmt: skip
+            row |= {
+                "nats": x(),
+                "index_kl": x(),
+                "min_load": x(0, 1),
+                "tokens_per_second": x(1e5, 2e5),
+                "library_epochs": 3,
+                "tests_epochs": 2,
+                "renamed_epochs": 4,
+            }
         else:
-            row |= {"text": "corpus", "loss": x(), "accepted": x(1, 6), "overlap": [x(0, 1), x(0, 1)]}
+            row |= {
+                "text": "corpus",
+                "loss": x(),
+                "accepted": x(1, 6),
+                "overlap": [x(0, 1), x(0, 1)],
+            }
         rows.append(row)
         if step % 40 == 0:
-            dev = {"nats": x(), "pieces": 19} if stage == "backbone" else {
-                "loss": x(), "accepted": x(1, 6), "overlap": [x(0, 1), x(0, 1)]}  # fmt: skip
+            dev = (
+                {"nats": x(), "pieces": 19}
+                if stage == "backbone"
+                else {"loss": x(), "accepted": x(1, 6), "overlap": [x(0, 1), x(0, 1)]}
+            )
             rows.append({"stage": "dev", "step": step, **dev})
     if stopped:
         rows.append({"stage": "stopped", "step": recipe.steps, "seconds": 77.0})
@@ -126,32 +180,51 @@ def files(tmp_path_factory):
     work.mkdir()
     (work / "tokenizer.json").write_bytes(checkpoint.tokenizer_path.read_bytes())
     sizes = {"library": (41, 5_501), "tests": (43, 7_703), "dev": (47, 1_907)}
-    np.savez(work / "corpus.npz", **{
-        f"{name}_{what}": np.zeros(n, np.int64)
-        for name, (documents, ids) in sizes.items()
-        for what, n in (("ids", ids), ("offsets", documents + 1))
-    })  # fmt: skip
+    np.savez(
+        work / "corpus.npz",
+        **{
+            f"{name}_{what}": np.zeros(n, np.int64)
+            for name, (documents, ids) in sizes.items()
+            for what, n in (("ids", ids), ("offsets", documents + 1))
+        },
+    )
     logs = [
         write_log(root / "a" / "log.jsonl", BACKBONE, 5),
         write_log(root / "b" / "log.jsonl", DRAFTER, 5, stopped=True),
         write_log(root / "c" / "log.jsonl", Backbone(steps=40, rows=3, length=64), 6),
     ]
-    (root / "paths.json").write_text(json.dumps([
-        dict(dtype=d, slots="batched", compiled=True, gradient=False, nats=2.3456, percent=p)
-        for d, p in (("float32", 0.0), ("bfloat16", -0.0479))
-    ]))  # fmt: skip
+    (root / "paths.json").write_text(
+        json.dumps(
+            [
+                dict(
+                    dtype=d, slots="batched", compiled=True, gradient=False, nats=2.3456, percent=p
+                )
+                for d, p in (("float32", 0.0), ("bfloat16", -0.0479))
+            ]
+        )
+    )
     report = write_report(root / "results.json", fingerprint(checkpoint))
     return argparse.Namespace(
-        root=root, checkpoint=checkpoint, work=work, logs=logs, report=report, sizes=sizes,
+        root=root,
+        checkpoint=checkpoint,
+        work=work,
+        logs=logs,
+        report=report,
+        sizes=sizes,
         paths=root / "paths.json",
-    )  # fmt: skip
+    )
 
 
 def make(files, *more, out=None, report=None, logs=None):
     """(exit status, the card's text)."""
     out = out or files.root / "README.md"
     arguments = ["--out", out, "--checkpoint", files.checkpoint.path, "--work", files.work]
-    arguments += ["--results", report or files.report, "--log", *(files.logs if logs is None else logs)]
+    arguments += [
+        "--results",
+        report or files.report,
+        "--log",
+        *(files.logs if logs is None else logs),
+    ]
     status = card.main([str(x) for x in (*arguments, *more)])
     return status, out.read_text() if status == 0 else ""
 
@@ -159,10 +232,22 @@ def make(files, *more, out=None, report=None, logs=None):
 # --------------------------------------------------------------------------- where numbers come from
 
 NAMES = (
-    "DeepSeek-V4.1-Flash", "DeepSeek-V4.1", "FP8", "FP4", "xz -9", "95 %", "SHA-256", "SHA-1",
-    "Apache-2.0", "1 - TV", "temperature 0", "temperature 1", "max_tokens=64", "8-grams",
+    "DeepSeek-V4.1-Flash",
+    "DeepSeek-V4.1",
+    "FP8",
+    "FP4",
+    "xz -9",
+    "95 %",
+    "SHA-256",
+    "SHA-1",
+    "Apache-2.0",
+    "1 - TV",
+    "temperature 0",
+    "temperature 1",
+    "max_tokens=64",
+    "8-grams",
     "dev 1, 2, ...",
-)  # fmt: skip
+)
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -206,12 +291,16 @@ def derived(files):
         found |= forms([count, sum(t.nbytes for w in group for t in w.stored())])
         found |= forms([count / 1e6, drafter / 1e6, (count - drafter) / 1e6])
     config = files.checkpoint.config
-    found |= forms([len(config.encoder_layers), len(config.decoder_layers), len(config.draft_layers)])
+    found |= forms(
+        [len(config.encoder_layers), len(config.decoder_layers), len(config.draft_layers)]
+    )
     found |= forms([len(list(same)) for _, same in groupby(config.roles)])
     found |= forms(sum(f.stat().st_size for f in files.checkpoint.path.iterdir()) / 1e6)
     for each in model.manifest()["sets"].values():
         found |= forms([len(each["files"]), len({f["module"] for f in each["files"]})])
-    return found | forms(list(files.sizes.values())) | forms([2, 0.0479])  # paths and their distance
+    return (
+        found | forms(list(files.sizes.values())) | forms([2, 0.0479])
+    )  # paths and their distance
 
 
 def test_every_number_of_the_card_is_from_a_file(files):
@@ -265,8 +354,16 @@ def test_tables_stand_in_columns(files):
 
 def test_without_results_and_logs_everything_is_named_as_not_measured(files):
     out = files.root / "bare.md"
-    status = card.main(["--out", str(out), "--checkpoint", str(files.checkpoint.path)
-                        , "--work", str(files.root / "nowhere")])  # fmt: skip
+    status = card.main(
+        [
+            "--out",
+            str(out),
+            "--checkpoint",
+            str(files.checkpoint.path),
+            "--work",
+            str(files.root / "nowhere"),
+        ]
+    )
     text = out.read_text()
     assert status == 0
     for name in COLUMNS:
@@ -330,8 +427,12 @@ def test_the_commands_remake_the_recipes(files):
     stages = [words(line)[3:] for line in lines if ".train " in line]
     parsed = [train._parser().parse_args(stage) for stage in stages]
     assert [(p.stage, getattr(p, "seed", None)) for p in parsed] == [
-        ("backbone", 5), ("drafter", 5), ("backbone", 6), ("paths", None), ("ship", None),
-    ]  # fmt: skip
+        ("backbone", 5),
+        ("drafter", 5),
+        ("backbone", 6),
+        ("paths", None),
+        ("ship", None),
+    ]
     assert checks.changed(Backbone(), parsed[0].set) == BACKBONE
     assert checks.changed(Drafter(), parsed[1].set) == DRAFTER
     assert parsed[1].seconds == 77 and parsed[0].seconds is None
@@ -357,7 +458,9 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
     logs = [*files.logs[:2], write_log(tmp_path / "d" / "log.jsonl", more, 9)]
     status, text = make(files, logs=logs)
     assert status == 0 and "It then went on from its stored weights. Seed 9, 60 steps" in text
-    assert "drafter --backbone drafter5/stored --out drafter9 --seed 9" in text.replace("\\\n    ", "")
+    assert "drafter --backbone drafter5/stored --out drafter9 --seed 9" in text.replace(
+        "\\\n    ", ""
+    )
     assert "ship --checkpoint drafter9/stored" in text and "Other seeds" not in text
     drawn = plots.drafter(read_runs(logs)).axes[0]
     shown = next(x for x in drawn.lines if x.get_label() == "draft 1, dev")
@@ -374,7 +477,10 @@ def test_a_drafter_that_went_on_has_its_own_command_and_curve(files, tmp_path, c
 
 def test_what_was_read_and_where_paths_and_seeds_differ(files):
     text = " ".join(make(files, "--paths", files.paths)[1].split())
-    assert "read library text for the 3rd time, test suites for the 2nd time, the renamed copies" in text
+    assert (
+        "read library text for the 3rd time, test suites for the 2nd time, the renamed copies"
+        in text
+    )
     assert "2 ways (float32 or bfloat16; batched slots; compiled; without gradients)" in text
     assert "from the first in nats a token: 0 % in float32, 0.0479 % in bfloat16." in text
     assert "The backbone of seed 6 had steps=40 in place of 80, bias_rates=" in text
@@ -387,20 +493,30 @@ def test_curves_are_of_the_steps_since_the_row_above(files):
     want, before = [], 0
     for step, dev in ((20, None), (40, run.dev[0]), (80, run.dev[1])):
         part = [row for row in run.steps if before < row["step"] <= step]
-        want.append([
-            str(step), fmt(step * 3 * 64 / 1e6), fmt(mean(x["nats"] for x in part), 4),
-            fmt(dev["nats"], 4) if dev else "", fmt(mean(x["index_kl"] for x in part)),
-            fmt(max(x["max_load"] for x in part)), fmt(min(x["min_load"] for x in part)),
-            f"{median(x['tokens_per_second'] for x in part):,.0f}",
-        ])  # fmt: skip
+        want.append(
+            [
+                str(step),
+                fmt(step * 3 * 64 / 1e6),
+                fmt(mean(x["nats"] for x in part), 4),
+                fmt(dev["nats"], 4) if dev else "",
+                fmt(mean(x["index_kl"] for x in part)),
+                fmt(max(x["max_load"] for x in part)),
+                fmt(min(x["min_load"] for x in part)),
+                f"{median(x['tokens_per_second'] for x in part):,.0f}",
+            ]
+        )
         before = step
     assert cells(text, "### Backbone") == want
     run = read_run(files.logs[1])
     last, dev = run.steps[-1], run.dev[-1]
     assert cells(text, "### Drafter")[-1] == [
-        "40", fmt(last["loss"]), fmt(last["accepted"]), fmt(dev["accepted"]),
-        *map(fmt, dev["overlap"]), fmt(last["max_load"]),
-    ]  # fmt: skip
+        "40",
+        fmt(last["loss"]),
+        fmt(last["accepted"]),
+        fmt(dev["accepted"]),
+        *map(fmt, dev["overlap"]),
+        fmt(last["max_load"]),
+    ]
 
 
 def test_every_finding_shows_its_own_columns(files):
@@ -409,7 +525,11 @@ def test_every_finding_shows_its_own_columns(files):
     row = found.rows("routing.skew")[1]
     least = found.rows("routing.layers")[1]["least_over_mean"]
     assert cells(text, "### Load of experts")[1][2] == fmt(least)
-    skew = [row["per"], f"{row['tokens']:,}", *(fmt(row[c]) for c in ("p50", "p99", "largest", "by_chance"))]
+    skew = [
+        row["per"],
+        f"{row['tokens']:,}",
+        *(fmt(row[c]) for c in ("p50", "p99", "largest", "by_chance")),
+    ]
     assert f"| {' | '.join(skew)} |" in re.sub(" +", " ", text)
     for row, calibrated in zip(found.rows("calibration"), (0, 4)):
         figures = cells(text, "### Calibration of confidence")[calibrated : calibrated + 4]
@@ -420,10 +540,14 @@ def test_every_finding_shows_its_own_columns(files):
         ]
     accepted = found.rows("drafts.accepted")[1]
     assert cells(text, "### Accepted drafts")[1] == [
-        accepted["text"], *(f"{accepted[c]:,}" for c in ("contexts", "steps")),
-        fmt(accepted["accepted"]), f"{fmt(accepted['low'])} to {fmt(accepted['high'])}",
-        f"{accepted['repeats']:,}", fmt(accepted["in_prompt"]), fmt(accepted["distinct"]),
-    ]  # fmt: skip
+        accepted["text"],
+        *(f"{accepted[c]:,}" for c in ("contexts", "steps")),
+        fmt(accepted["accepted"]),
+        f"{fmt(accepted['low'])} to {fmt(accepted['high'])}",
+        f"{accepted['repeats']:,}",
+        fmt(accepted["in_prompt"]),
+        fmt(accepted["distinct"]),
+    ]
 
 
 def test_a_recipe_that_the_code_no_longer_knows_is_said(files, tmp_path):
@@ -450,14 +574,23 @@ def test_a_log_counts_from_its_last_start(files, tmp_path):
     assert "had not finished" in make(files, logs=[path])[1]
 
 
-@pytest.mark.parametrize(("text", "wrong"), [
-    ("{}\n", "no row with stage 'start'"),
-    ("not json\n", "no training log"),
-    ('{"stage": "start", "seed": 0, "recipe": "print(1)", "torch": ""}\n', "recipe"),
-    ('{"stage": "start", "seed": 0, "recipe": "Backbone(steps=1)", "torch": ""}\n', "lacks rows"),
-    ('{"stage": "start", "seed": 0, "recipe": "Backbone(steps=1, rows=1, length=1)", "torch": ""}\n'
-     '{"stage": "backbone", "step": 1}\n', "lacks nats"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{}\n", "no row with stage 'start'"),
+        ("not json\n", "no training log"),
+        ('{"stage": "start", "seed": 0, "recipe": "print(1)", "torch": ""}\n', "recipe"),
+        (
+            '{"stage": "start", "seed": 0, "recipe": "Backbone(steps=1)", "torch": ""}\n',
+            "lacks rows",
+        ),
+        (
+            '{"stage": "start", "seed": 0, "recipe": "Backbone(steps=1, rows=1, length=1)", "torch": ""}\n'
+            '{"stage": "backbone", "step": 1}\n',
+            "lacks nats",
+        ),
+    ],
+)
 def test_a_file_that_is_no_log_is_one_line(files, tmp_path, capsys, text, wrong):
     (tmp_path / "log.jsonl").write_text(text)
     assert make(files, logs=[tmp_path / "log.jsonl"])[0] == 2
@@ -468,9 +601,11 @@ def test_a_file_that_is_no_log_is_one_line(files, tmp_path, capsys, text, wrong)
 def test_a_file_that_is_not_there_is_a_sentence(files, tmp_path, capsys):
     gone = tmp_path / "gone.json"
     for path, found in ((gone, "no such file"), (tmp_path, "a folder")):
-        cases = (("--log", "log.jsonl into its --out", dict(logs=[path]), ()),
-                 ("--results", "experiments.nano.report", dict(report=path), ()),
-                 ("--paths", "`train paths`", {}, ("--paths", path)))  # fmt: skip
+        cases = (
+            ("--log", "log.jsonl into its --out", dict(logs=[path]), ()),
+            ("--results", "experiments.nano.report", dict(report=path), ()),
+            ("--paths", "`train paths`", {}, ("--paths", path)),
+        )
         for option, whence, inputs, more in cases:
             assert make(files, *more, **inputs)[0] == 2
             said = [capsys.readouterr().err]
@@ -551,8 +686,16 @@ def width(path):
 
 
 def test_plots_are_written_or_named(files, tmp_path, capsys):
-    everything = ["loss", "load", "drafter", "position", "acceptance", "calibration", "routing",
-                  "ablations"]  # fmt: skip
+    everything = [
+        "loss",
+        "load",
+        "drafter",
+        "position",
+        "acceptance",
+        "calibration",
+        "routing",
+        "ablations",
+    ]
     logs = [str(x) for x in files.logs]
     assert plots.main(["--log", *logs, "--results", str(files.report), "--out", str(tmp_path)]) == 0
     assert {p.stem: width(p) for p in tmp_path.iterdir()} == dict.fromkeys(everything, 700)
@@ -591,8 +734,24 @@ def test_a_report_as_it_is_makes_a_whole_card(files, docs, tmp_path):
     folders = [str(tmp_path / name) for name in ("heldout", "prose", "dev")]
     plain = write_tiny(tmp_path / "plain", quantised=False)
     out, stored = tmp_path / "results.json", str(files.checkpoint.path)
-    assert report.main(["--checkpoint", stored, "--unquantised", str(plain), "--quick", "--out",
-                        str(out), "--second-seed", stored, "--texts", *folders]) == 0  # fmt: skip
+    assert (
+        report.main(
+            [
+                "--checkpoint",
+                stored,
+                "--unquantised",
+                str(plain),
+                "--quick",
+                "--out",
+                str(out),
+                "--second-seed",
+                stored,
+                "--texts",
+                *folders,
+            ]
+        )
+        == 0
+    )
     assert make(files, report=out)[0] == 2  # small sizes and other texts
     status, found = make(files, "--trial", "--paths", files.paths, report=out)
     assert status == 0 and "Not measured" not in found and "not measured" not in found
@@ -617,17 +776,30 @@ def test_the_readme_names_every_file_and_no_other():
 
 def test_the_readmes_commands_are_understood():
     block = (FOLDER / "README.md").read_text().split("```")[1].replace("\\\n", " ")
-    lines = [line.split("#")[0].replace("$W", "w").replace("$LOGS", "a b") for line in block.split("\n")]
+    lines = [
+        line.split("#")[0].replace("$W", "w").replace("$LOGS", "a b") for line in block.split("\n")
+    ]
     seen = []
     for line in lines:
         if line.startswith("python -m experiments.nano."):
             module, *rest = words(line)[2:]
             name = module.rpartition(".")[2]
-            parse = {"train": train._parser().parse_args, "report": report.options, "card": card.options}
+            parse = {
+                "train": train._parser().parse_args,
+                "report": report.options,
+                "card": card.options,
+            }
             parse |= {"data": list, "plots": list}
             parse[name](rest)
             seen.append((name, rest[0] if name == "train" else ""))
     assert seen == [
-        ("data", ""), ("train", "backbone"), ("train", "drafter"), ("train", "drafter"),
-        ("train", "paths"), ("report", ""), ("train", "ship"), ("card", ""), ("plots", ""),
-    ]  # fmt: skip
+        ("data", ""),
+        ("train", "backbone"),
+        ("train", "drafter"),
+        ("train", "drafter"),
+        ("train", "paths"),
+        ("report", ""),
+        ("train", "ship"),
+        ("card", ""),
+        ("plots", ""),
+    ]

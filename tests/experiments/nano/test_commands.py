@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+
 from deepinfer.checkpoint import nano
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
@@ -23,9 +24,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     corpus = {}
-    for name, tokens in (
-        ("library", 9000), ("renamed", 9000), ("tests", 9000), ("dev", 4200)
-    ):  # fmt: skip
+    for name, tokens in (("library", 9000), ("renamed", 9000), ("tests", 9000), ("dev", 4200)):
         corpus[f"{name}_ids"] = np.arange(tokens, dtype=np.uint16) % 900
         corpus[f"{name}_offsets"] = np.array([0, tokens])
     np.savez(folder / "corpus.npz", **corpus)
@@ -66,9 +65,15 @@ def call(work, tmp_path, capsys, monkeypatch):
 
 
 GOOD = [
-    [], ["length=128", "dense_length=64"], ["rows=1"], ["warmup=0"], ["unseen=()"], ["steps=1"],
-    ["dense=0.0"], ["bias_rates=((1.0,0.1),)"],
-]  # fmt: skip
+    [],
+    ["length=128", "dense_length=64"],
+    ["rows=1"],
+    ["warmup=0"],
+    ["unseen=()"],
+    ["steps=1"],
+    ["dense=0.0"],
+    ["bias_rates=((1.0,0.1),)"],
+]
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
@@ -78,24 +83,39 @@ def test_a_recipe_that_can_run_begins(call, changes):
 
 
 BAD = [
-    ("steps=0", "steps=0: at least 1"), ("steps=-3", "at least 1"), ("rows=0", "at least 1"),
+    ("steps=0", "steps=0: at least 1"),
+    ("steps=-3", "at least 1"),
+    ("rows=0", "at least 1"),
     ("length=100", "length=100 is no multiple of the window, 64 tokens: 128 is"),
     ("dense_length=1000", "dense_length=1000 is no multiple of the window, 64 tokens: 1024 is"),
     ("dense_length=1536", "16,384 tokens a step, which sequences of dense_length=1536"),
-    ("dense_length=65536", "do not divide"), ("length=4160", "dense_length=1024 do not divide"),
-    ("dev_every=0", "at least 1"), ("index_every=0", "at least 1"), ("dropout=2", "0 to 1"),
-    ("dropout=-0.1", "0 to 1"), ("muon_rate=1e999", "from 0 on"), ("clip=-1.0", "from 0 on"),
-    ("bias_rates=((0.5,0.1),)", "the last until 1.0"), ("bias_rates=()", "pairs"),
-    ("bias_rates=(1,2)", "pairs"), ("library_shares=((1.0,1.5),)", "at most 1"),
-    ("unseen=(0.1,)", "3 n-gram sizes"), ("unseen=(1.0,2.0,3.0)", "3 n-gram sizes"),
+    ("dense_length=65536", "do not divide"),
+    ("length=4160", "dense_length=1024 do not divide"),
+    ("dev_every=0", "at least 1"),
+    ("index_every=0", "at least 1"),
+    ("dropout=2", "0 to 1"),
+    ("dropout=-0.1", "0 to 1"),
+    ("muon_rate=1e999", "from 0 on"),
+    ("clip=-1.0", "from 0 on"),
+    ("bias_rates=((0.5,0.1),)", "the last until 1.0"),
+    ("bias_rates=()", "pairs"),
+    ("bias_rates=(1,2)", "pairs"),
+    ("library_shares=((1.0,1.5),)", "at most 1"),
+    ("unseen=(0.1,)", "3 n-gram sizes"),
+    ("unseen=(1.0,2.0,3.0)", "3 n-gram sizes"),
     ("steps=three", "steps is an integer, as in steps=4500, and 'three' is none"),
-    ("steps='x'", "steps is an integer"), ("steps", "steps is an integer"),
-    ("steps=1.5", "steps is an integer"), ("rows=True", "rows is an integer"),
-    ("dropout=True", "dropout is a number"), ("clip=" + "9" * 400, "clip is a number"),
-    ("unseen=0.1", "unseen is a tuple"), ("unseen={[]: 1}", "unseen is a tuple"),
-    ("renamed=1.5", "0 to 1"), ("renamed=-0.1", "0 to 1"),
+    ("steps='x'", "steps is an integer"),
+    ("steps", "steps is an integer"),
+    ("steps=1.5", "steps is an integer"),
+    ("rows=True", "rows is an integer"),
+    ("dropout=True", "dropout is a number"),
+    ("clip=" + "9" * 400, "clip is a number"),
+    ("unseen=0.1", "unseen is a tuple"),
+    ("unseen={[]: 1}", "unseen is a tuple"),
+    ("renamed=1.5", "0 to 1"),
+    ("renamed=-0.1", "0 to 1"),
     ("length=8192", "the corpus has 4,200 dev tokens, at least 8,193"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, why", BAD, ids=[change[:30] for change, _ in BAD])
@@ -119,13 +139,21 @@ def test_an_unknown_name_gets_near_ones_and_the_list(call, trained):
             assert " ".join(x.strip() for x in lines).split(", ") == list(vars(names))
 
 
-@pytest.mark.parametrize("change, why", [
-    ("steps=0", "at least 1"), ("length=100", "no multiple of the window"),
-    ("written_length=100", "no multiple of the window"), ("prompt=300", "prompt=300: at most half"),
-    ("written_length=8", "written_length=8: more than 8"), ("shares=(1.0,)", "3 numbers"),
-    ("shares=(0.0,0.0,0.0)", "not all 0"), ("temperatures=(0.5,)", "2 numbers"),
-    ("written=0", "at least 1"), ("anchors=0", "at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ("steps=0", "at least 1"),
+        ("length=100", "no multiple of the window"),
+        ("written_length=100", "no multiple of the window"),
+        ("prompt=300", "prompt=300: at most half"),
+        ("written_length=8", "written_length=8: more than 8"),
+        ("shares=(1.0,)", "3 numbers"),
+        ("shares=(0.0,0.0,0.0)", "not all 0"),
+        ("temperatures=(0.5,)", "2 numbers"),
+        ("written=0", "at least 1"),
+        ("anchors=0", "at least 1"),
+    ],
+)
 def test_a_drafter_recipe_too(call, trained, change, why):
     stored = str(trained / "stored")
     status, said = call("drafter", "--backbone", stored, "--set", change)
@@ -238,9 +266,10 @@ def test_ship_puts_a_checkpoint_in_the_package(trained, package, capsys):
     for name in nano.FILES:
         assert (package / name).read_bytes() == (source / name).read_bytes()
         assert name in capsys.readouterr().out or name != nano.FILES[0]
-    with Engine.nano(dtype="float64") as mine, Engine.from_pretrained(
-        str(source), dtype="float64"
-    ) as theirs:
+    with (
+        Engine.nano(dtype="float64") as mine,
+        Engine.from_pretrained(str(source), dtype="float64") as theirs,
+    ):
         assert mine.fingerprint == theirs.fingerprint
         assert torch.equal(mine.logits([0, 5, 6, 7]), theirs.logits([0, 5, 6, 7]))
 

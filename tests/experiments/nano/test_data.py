@@ -257,9 +257,7 @@ shipped_python = pytest.mark.skipif(
 
 
 @shipped_python
-@pytest.mark.parametrize(
-    "name", ["heldout", "dev", pytest.param("prose", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["heldout", "dev", pytest.param("prose", marks=pytest.mark.slow)])
 def test_the_shipped_texts_are_what_the_rule_makes(real, name):
     found, parts = real
     files = prose(standard_library(), found) if name == "prose" else getattr(parts, name)
@@ -274,9 +272,7 @@ def test_the_readme_names_the_files_that_share_most_text(real):
     found, parts = real
     judging = {file.path for file in parts.heldout + parts.dev}
     trained = {file.path for file in parts.library + parts.tests}
-    pairs = [
-        (*sorted((p.a, p.b), key=trained.__contains__), p) for p in parts.left if p.runs >= 20
-    ]
+    pairs = [(*sorted((p.a, p.b), key=trained.__contains__), p) for p in parts.left if p.runs >= 20]
     pairs = [(a, b, p) for a, b, p in pairs if a in judging and b in trained]
     readme = (ship.FOLDER / "README.md").read_text("utf-8")
     rows = [f"| `{a}` | `{b}` | {p.runs} | {100 * p.share:.1f} % |" for a, b, p in pairs[:4]]
@@ -362,7 +358,8 @@ def test_tables_are_left_out_of_training():
 
     table = "'\\x00'\n" * 2_000
     files = [
-        Source("encodings/cp1.py", table), Source("short.py", table[:900]),
+        Source("encodings/cp1.py", table),
+        Source("short.py", table[:900]),
         Source("code.py", "def f(x):\n    return x\n" * 2_000),
     ]
     kept = data.without_tables(SimpleNamespace(encode=encode), files)

@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+from model.rig import Sequence, context
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_state
@@ -15,8 +18,6 @@ from deepinfer.slots.verifier import Fixed
 from experiments.nano import draft_loss, fast
 from experiments.nano.draft_attend import DraftBlocks
 from experiments.nano.draft_loss import Anchors, Slots, compare, random_anchors
-from model.rig import Sequence, context
-from torch.utils._python_dispatch import TorchDispatchMode
 
 N, LENGTH = 5, 48  # drafts; rows of a sequence: three windows of the tiny model
 IDS = torch.randint(8, 900, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -58,7 +59,11 @@ def compared(model, fidelity=0, **settings):
 def test_slots_against_a_loop_over_an_engines_cache(model, fidelity):
     """Block by block from the cache, slot by slot from the text; p from the engine's own logits."""
     engine = Engine.tiny(
-        dtype="float64", device="cpu", verifier=Fixed(N), max_model_len=64, max_num_seqs=2,
+        dtype="float64",
+        device="cpu",
+        verifier=Fixed(N),
+        max_model_len=64,
+        max_num_seqs=2,
         fidelity=fidelity,
     )
     with torch.no_grad():
@@ -210,9 +215,15 @@ def test_metrics_are_means_over_anchors():
 # --------------------------------------------------------------------------------------- gradients
 
 WEIGHTS = [
-    "0.main_proj.weight", "0.attn.wkv.weight", "1.attn.kv_norm.weight", "2.norm.weight",
-    "2.markov_head.embed.weight", "2.markov_head.head.weight", "2.confidence_head.proj.weight",
-    "1.ffn.experts.w1.weight", "2.hc_ffn_fn",
+    "0.main_proj.weight",
+    "0.attn.wkv.weight",
+    "1.attn.kv_norm.weight",
+    "2.norm.weight",
+    "2.markov_head.embed.weight",
+    "2.markov_head.head.weight",
+    "2.confidence_head.proj.weight",
+    "1.ffn.experts.w1.weight",
+    "2.hc_ffn_fn",
 ]
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from deepinfer import kernels
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.slots.attention import CSA2, Dense
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import EngineInfo, LayerInfo
-
 from experiments.nano import fast, weights
 from experiments.nano.config import small_config
 
@@ -89,9 +89,7 @@ def test_the_limit_of_swiglu_holds_in_every_expert(model, ids):
 
 def test_constants_are_what_no_batch_changes(model, ids):
     """Those of one forward serve another of other ids and another shape, and are not made again."""
-    contexts = [
-        fast.context(model.config, x, dtype=torch.float64) for x in (ids, ids[:2, :40] + 1)
-    ]
+    contexts = [fast.context(model.config, x, dtype=torch.float64) for x in (ids, ids[:2, :40] + 1)]
     with torch.no_grad():
         wanted = [model(ctx).logits for ctx in contexts]
     first, second = (fast.constants_of(ctx) for ctx in contexts)

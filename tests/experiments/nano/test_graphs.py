@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from deepinfer import kernels
-from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepinfer import kernels
+from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from experiments.nano import backbone, drafter, weights, written
 from experiments.nano.config import Backbone, Drafter, small_config
 from experiments.nano.graphs import EAGER, Captured
@@ -37,13 +37,14 @@ def model():
 @pytest.fixture
 def references():
     """The plain torch of every op: what runs where no GPU kernel does, and never numpy."""
-    with kernels.use(**{op: "reference" for op in kernels.names()}):
+    with kernels.use(**dict.fromkeys(kernels.names(), "reference")):
         yield
 
 
 def optimiser(model, prefix):
     held = {
-        n: p for n, p in model.named_parameters()
+        n: p
+        for n, p in model.named_parameters()
         if p.requires_grad and n.startswith("mtp.") == (prefix == "mtp.")
     }
     return Optimiser(held, weights.is_matrix, (1e-3, 1e-3), (0.1, 0.1))
@@ -92,7 +93,9 @@ def test_a_written_token_never_waits(model, references):
 def test_the_guard_sees_what_it_should():
     x = torch.arange(4)
     for waits in (
-        lambda: x[x > 1], lambda: (x > 1).any().item(), lambda: torch.tensor([1.0]),
+        lambda: x[x > 1],
+        lambda: (x > 1).any().item(),
+        lambda: torch.tensor([1.0]),
         lambda: x[x[0]],
     ):
         with OnDevice(), pytest.raises(AssertionError):
@@ -145,8 +148,10 @@ def test_captured_steps_and_texts_equal_eager_ones():
         before = flat(False)
         ids = torch.randint(5, 900, (2, 65), generator=random).cuda()
         given = dict(ids=ids, phase=i % 4, factor=1.0, bias_rate=0.0)
-        eager, captured = ({k: float(x) for k, x in steps[c](**given).items() if x.numel() == 1}
-                           for c in (False, True))
+        eager, captured = (
+            {k: float(x) for k, x in steps[c](**given).items() if x.numel() == 1}
+            for c in (False, True)
+        )
         assert captured["nats"] == pytest.approx(eager["nats"], abs=1e-3), i
         assert captured["grad"] == pytest.approx(eager["grad"], rel=0.02), i
         moved = [flat(c) - before for c in (False, True)]

@@ -7,7 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from experiments.nano import data, renamed as module
+
+from experiments.nano import data
+from experiments.nano import renamed as module
 from experiments.nano.renamed import KEPT, SHARE, pool_of, renamed, shape
 from experiments.nano.split import Source, sources, split, standard_library
 
@@ -30,12 +32,14 @@ def again(x_of, value):
     try: return Reader().read_value(value=value, n=-1) != x_of
     except ValueError as n: raise n
 '''
-POOL = pool_of([
-    "alpha = beta = gamma = delta = omega = theta = sigma = 1\nq = u = v = w = k = m = g = 1\n"
-    "one_a = two_b = three_c = four_d = five_e = six_f = 1\n"
-    "_BIG_A = _BIG_B = BIG_C = BIG_D = BIG = 1\n"
-    "class Alpha(BetaGamma, DeltaX, URLAlpha, Omega): pass\n"
-])  # fmt: skip
+POOL = pool_of(
+    [
+        "alpha = beta = gamma = delta = omega = theta = sigma = 1\nq = u = v = w = k = m = g = 1\n"
+        "one_a = two_b = three_c = four_d = five_e = six_f = 1\n"
+        "_BIG_A = _BIG_B = BIG_C = BIG_D = BIG = 1\n"
+        "class Alpha(BetaGamma, DeltaX, URLAlpha, Omega): pass\n"
+    ]
+)
 
 
 def mapping(before, after):
@@ -96,7 +100,9 @@ def everything(monkeypatch):
 def test_every_place_of_a_name(everything):
     after = renamed(TEXT, POOL, np.random.default_rng(0))
     new = check(TEXT, after)
-    every = "_MAX_SIZE Reader HTTPReader read_value value n key_2 size again x_of open_again file sep"
+    every = (
+        "_MAX_SIZE Reader HTTPReader read_value value n key_2 size again x_of open_again file sep"
+    )
     # two words more than the pool has
     assert set(new) | {"dumps"} >= set(every.split()) - {"sep"} and "self" not in new
     g = {old: new.get(old, old) for old in every.split()}
@@ -104,8 +110,11 @@ def test_every_place_of_a_name(everything):
     assert said in after
     assert f"# value of {g['_MAX_SIZE']}; not MAX_SIZE" in after
     v, n, k = g["value"], g["n"], g["key_2"]
-    assert f'''f"{{{{value}}}} {{{v}!r:>{{{n}}}n}} \\n{{{g["size"]}['value']}} ''' in after
-    assert f"""f"{{self.{g["read_value"]}({k})=}} {{{k}:%n}} {{f'{{{n}}}n'}} {{{v}[{n}:{n}]}}\"""" in after
+    assert f"""f"{{{{value}}}} {{{v}!r:>{{{n}}}n}} \\n{{{g["size"]}['value']}} """ in after
+    assert (
+        f"""f"{{self.{g["read_value"]}({k})=}} {{{k}:%n}} {{f'{{{n}}}n'}} {{{v}[{n}:{n}]}}\""""
+        in after
+    )
     assert f'b"{g["read_value"]}\\n{k}"' in after
     for same in ("from __future__ import annotations", "import os.path, json as", "__slots__"):
         assert same in after

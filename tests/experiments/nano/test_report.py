@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from experiments.nano import evaluation, findings, quality, report, routing, texts, weights
 from experiments.nano.config import small_config
-from torch import Tensor
 
 BOS = 0
 
@@ -109,10 +110,20 @@ def folders(tmp_path_factory, docs):
 def run(folders, *more):
     root, stored, plain = folders
     texts_ = [str(root / x) for x in ("heldout", "prose", "dev")]
-    return report.main([
-        "--checkpoint", str(stored), "--unquantised", str(plain), "--quick",
-        "--out", str(root / "out.json"), "--texts", *texts_, *more,
-    ])  # fmt: skip
+    return report.main(
+        [
+            "--checkpoint",
+            str(stored),
+            "--unquantised",
+            str(plain),
+            "--quick",
+            "--out",
+            str(root / "out.json"),
+            "--texts",
+            *texts_,
+            *more,
+        ]
+    )
 
 
 @pytest.mark.slow
@@ -121,11 +132,25 @@ def test_the_command_measures_everything_and_its_file_reads_back(folders, capsys
     printed = capsys.readouterr().out
     tables = findings.read(folders[0] / "out.json")
     assert set(tables) == {
-        "quality.held-out", "quality.rounding", "quality.position", "quality.older",
-        "quality.context", "quality.prose", "paths", "routing.layers", "routing.skew", "ablations",
-        "drafts.accepted", "drafts.distinct", "drafts.conditional", "acceptance.length",
-        "acceptance.position", "calibration", "ablations.markov", "summary",
-    }  # fmt: skip
+        "quality.held-out",
+        "quality.rounding",
+        "quality.position",
+        "quality.older",
+        "quality.context",
+        "quality.prose",
+        "paths",
+        "routing.layers",
+        "routing.skew",
+        "ablations",
+        "drafts.accepted",
+        "drafts.distinct",
+        "drafts.conditional",
+        "acceptance.length",
+        "acceptance.position",
+        "calibration",
+        "ablations.markov",
+        "summary",
+    }
     for table in tables.values():
         assert table.to_text() in printed and table.provenance["weights"]
     for row in tables["summary"]:
@@ -200,8 +225,12 @@ def test_what_would_fail_later_is_refused_at_once(folders, capsys, monkeypatch, 
     (tmp_path / "empty" / "a.py").touch()
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "b.py").write_bytes(b"\xff\xfe\x00")
-    for name, why in (("nowhere", "no such folder"), ("hollow", "0 files, none with text"),
-                      ("empty", "1 files, none with text"), ("binary", "b.py is not UTF-8")):
+    for name, why in (
+        ("nowhere", "no such folder"),
+        ("hollow", "0 files, none with text"),
+        ("empty", "1 files, none with text"),
+        ("binary", "b.py is not UTF-8"),
+    ):
         for place in range(3):
             three = [str(root / x) for x in ("heldout", "prose", "dev")]
             three[place] = str(tmp_path / name)

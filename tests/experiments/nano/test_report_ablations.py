@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from deepinfer.kernels.records import Layout, Records
 from experiments.nano import ablations, drafts
-from torch import Tensor
 
 BOS = 0
 
@@ -113,8 +114,11 @@ def test_sinks_off_means_shares_add_up_to_one(eng):
 
 def test_mhc_base_only_is_a_model_without_its_projection(eng, docs):
     ids = [BOS, *docs[0].ids]
-    sites = [f"layers.{i}.hc_{s}_fn" for i in range(eng.config.num_hidden_layers)
-             for s in ("attn", "ffn")]  # fmt: skip
+    sites = [
+        f"layers.{i}.hc_{s}_fn"
+        for i in range(eng.config.num_hidden_layers)
+        for s in ("attn", "ffn")
+    ]
     with opened(eng, "mHC input dependence") as e:
         got = e.logits(ids)
     with ablations.weights_set(eng, dict.fromkeys(sites, 0.0)) as e:
@@ -139,5 +143,3 @@ def test_the_markov_head_decides_drafts_and_not_the_text(eng, docs):
         least = min(len(a.tokens), len(b.tokens))
         assert a.tokens[:least] == b.tokens[:least]
     assert drafts.accepted(whole, False).value > drafts.accepted(without, False).value
-
-

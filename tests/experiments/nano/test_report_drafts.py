@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from experiments.nano import acceptance, drafts, fast
 from experiments.nano.draft_loss import Anchors, compare
 
@@ -62,5 +63,3 @@ def test_acceptance_is_what_the_drafters_loss_says(eng, docs):
 def test_blocks_outside_the_text_are_refused(eng):
     with drafts.drafting(eng) as drafter, pytest.raises(ValueError, match="allow 1..3"):
         next(acceptance.laws_on_text(drafter, list(range(8)), torch.tensor([4])))
-
-

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from experiments.nano import acceptance, drafts, routing, texts
 from experiments.nano.parallel import each
 

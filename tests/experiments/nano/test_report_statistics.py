@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from deepinfer.measure.bootstrap import RESAMPLES, resamples
 from experiments.nano import calibration, drafts, intervals, quality, routing, texts
 from experiments.nano.acceptance import expected_length
 from experiments.nano.calibration import Observed
 from experiments.nano.drafts import Step, Written
-from hypothesis import given
-from hypothesis import strategies as st
 
 # ------------------------------------------------------------------------------------- intervals
 
@@ -102,9 +103,10 @@ def test_distinct_share_counts_different_n_grams(tokens, n):
 
 
 @given(
-    st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=20),
+    st.lists(st.integers(0, 2), max_size=12),
+    st.lists(st.integers(0, 2), max_size=20),
     st.integers(1, 4),
-)  # fmt: skip
+)
 def test_what_a_text_takes_from_its_prompt(prompt, tokens, n):
     inside = [
         any(prompt[j : j + n] == tokens[i : i + n] for j in range(len(prompt) - n + 1))
@@ -119,9 +121,10 @@ def test_what_a_text_takes_from_its_prompt(prompt, tokens, n):
 def lengths(greedy, contexts=2):
     sizes = SimpleNamespace(contexts=contexts, prompt=64, written=16)
     study = SimpleNamespace(
-        sizes=sizes, stored=SimpleNamespace(config=SimpleNamespace(max_draft=5)),
+        sizes=sizes,
+        stored=SimpleNamespace(config=SimpleNamespace(max_draft=5)),
         table=lambda rows, title: rows,
-    )  # fmt: skip
+    )
     return drafts.lengths(study, drafts.Runs(greedy, greedy))
 
 
@@ -256,9 +259,7 @@ def naive_ece(confidence, outcome, bins):
 OUTCOMES = st.sampled_from([0.0, 1.0, 0.3, math.nan])
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 1), OUTCOMES), min_size=1, max_size=40), st.integers(1, 12)
-)
+@given(st.lists(st.tuples(st.floats(0, 1), OUTCOMES), min_size=1, max_size=40), st.integers(1, 12))
 def test_ece_against_a_loop_over_bins(pairs, bins):
     confidence, outcome = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs))
     got = calibration.ece(confidence, outcome, bins)
@@ -302,6 +303,7 @@ def test_sequential_temperatures_against_a_loop():
     kept = [random.randint(0, n) for _ in range(s)]
     chosen = []
     for k in range(n):
+
         def error(t, k=k):
             products = []
             for row in c:
@@ -311,6 +313,7 @@ def test_sequential_temperatures_against_a_loop():
                     product *= 1 / (1 + math.exp(-math.log(row[j] / (1 - row[j])) / T))
                 products.append(product)
             return naive_ece(products, [float(x > k) for x in kept], bins)
+
         chosen.append(min(grid, key=lambda t: (error(t), abs(math.log(t)))))
     survival = torch.tensor([[float(x > k) for k in range(n)] for x in kept])
     seen = Observed(torch.tensor(c, dtype=torch.float64), survival.double(), survival.double())

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from deepinfer.measure.table import Table
 from experiments.nano import calibration, quality, summary
 from experiments.nano.calibration import Observed
@@ -40,11 +41,16 @@ def position(found):
     return {"quality.position": quality.by_position(STUDY, found).table}
 
 
-@pytest.mark.parametrize("found, reached", [
-    (scored(8), "yes"), (scored(7), "not shown"), (scored(1), "not shown"),
-    (scored(20, length=100), "not shown"),  # no whole piece
-    (scored(7) + scored(20, length=100), "not shown"),  # modules without one are no evidence
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "found, reached",
+    [
+        (scored(8), "yes"),
+        (scored(7), "not shown"),
+        (scored(1), "not shown"),
+        (scored(20, length=100), "not shown"),  # no whole piece
+        (scored(7) + scored(20, length=100), "not shown"),  # modules without one are no evidence
+    ],
+)
 def test_buckets_without_an_interval_show_nothing(found, reached):
     for i, s in enumerate(found):  # each its own module
         found[i] = Scored(f"n{i}", s.nbytes, s.nats, s.position, s.length)
@@ -136,19 +142,40 @@ def test_figures_of_steps_that_ended_early():
 # ---------------------------------------------------------------------------------------- others
 
 
-@pytest.mark.parametrize("figure, name, good, bad, empty", [
-    ("stored against", "quality.rounding", {"change_percent": 0.5}, {"change_percent": -1.5},
-     {"change_percent": None}),
-    ("evaluation paths", "paths", {"change_percent": 0.0}, {"change_percent": 99.0},
-     {"change_percent": math.nan}),
-    ("experts unused", "routing.layers", {"unused": 0}, {"unused": 1}, {"unused": None}),
-    ("without it", "ablations", {"removed": "it", "says": "worse", "change_percent": 1.0},
-     {"removed": "it", "says": "null: 0 is inside", "change_percent": 1.0},
-     {"removed": "it", "says": "too few modules", "change_percent": 1.0}),
-    ("Markov head", "ablations.markov", {"figure": "x", "with_it": 2.0, "without": 1.0},
-     {"figure": "x", "with_it": 1.0, "without": 1.0},
-     {"figure": "x", "with_it": 1.0, "without": None}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "figure, name, good, bad, empty",
+    [
+        (
+            "stored against",
+            "quality.rounding",
+            {"change_percent": 0.5},
+            {"change_percent": -1.5},
+            {"change_percent": None},
+        ),
+        (
+            "evaluation paths",
+            "paths",
+            {"change_percent": 0.0},
+            {"change_percent": 99.0},
+            {"change_percent": math.nan},
+        ),
+        ("experts unused", "routing.layers", {"unused": 0}, {"unused": 1}, {"unused": None}),
+        (
+            "without it",
+            "ablations",
+            {"removed": "it", "says": "worse", "change_percent": 1.0},
+            {"removed": "it", "says": "null: 0 is inside", "change_percent": 1.0},
+            {"removed": "it", "says": "too few modules", "change_percent": 1.0},
+        ),
+        (
+            "Markov head",
+            "ablations.markov",
+            {"figure": "x", "with_it": 2.0, "without": 1.0},
+            {"figure": "x", "with_it": 1.0, "without": 1.0},
+            {"figure": "x", "with_it": 1.0, "without": None},
+        ),
+    ],
+)
 def test_an_empty_cell_is_no_evidence(figure, name, good, bad, empty):
     for cells, reached in ((good, "yes"), (bad, "NO"), (empty, "not shown")):
         assert row_of(figure, {name: Table([cells])})["reached"] == reached

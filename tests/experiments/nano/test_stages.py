@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
-
 from experiments.nano import backbone, drafter, fast, weights, written
 from experiments.nano.batches import Split, Stream, counts, mixed, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
@@ -30,7 +30,9 @@ def stages(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     config = small_config(tokenizer)
     data = dict(
-        library=counting(40, 1), tests=counting(40, 2), dev=counting(10, 3),
+        library=counting(40, 1),
+        tests=counting(40, 2),
+        dev=counting(10, 3),
         renamed=counting(40, 6),
     )
     log = Log(folder / "log.jsonl")
@@ -42,8 +44,15 @@ def stages(tmp_path_factory):
     weights.write_both(folder / "one", config, weights.official(config, held), tokenizer)
     model = weights.model_of(Checkpoint.open(folder / "one" / "stored"), torch.float32, "cpu")
     recipe = Drafter(
-        steps=40, rows=4, length=64, anchors=16, warmup=4, written=16, written_length=32,
-        prompt=12, dev_every=20,
+        steps=40,
+        rows=4,
+        length=64,
+        anchors=16,
+        warmup=4,
+        written=16,
+        written_length=32,
+        prompt=12,
+        dev_every=20,
     )
     held = drafter.train(model, recipe, data, seed=0, log=log)
     weights.write_both(folder / "two", config, weights.official(config, held), tokenizer)

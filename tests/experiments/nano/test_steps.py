@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 
+from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from experiments.nano import backbone, draft_loss, drafter, fast, weights, written
 from experiments.nano.batches import Split, Stream, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
@@ -37,8 +37,10 @@ def random_text(low, high, seed=0, documents=30):
 
 
 DATA = dict(
-    library=random_text(5, 100), tests=random_text(500, 600),
-    dev=random_text(700, 800, documents=9), renamed=random_text(300, 400),
+    library=random_text(5, 100),
+    tests=random_text(500, 600),
+    dev=random_text(700, 800, documents=9),
+    renamed=random_text(300, 400),
 )
 
 
@@ -106,9 +108,20 @@ def backbone_plan(monkeypatch, recipe, log=Log(), **settings):
 
 
 RECIPE = Backbone(
-    steps=20, rows=4, length=64, dense=0.3, dense_length=16, rounded_from=0.8, warmup=4,
-    dev_every=7, index_every=4, library_shares=((0.5, 0.25), (1.0, 0.75)), renamed=0.0,
-    bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
+    steps=20,
+    rows=4,
+    length=64,
+    dense=0.3,
+    dense_length=16,
+    rounded_from=0.8,
+    warmup=4,
+    dev_every=7,
+    index_every=4,
+    library_shares=((0.5, 0.25), (1.0, 0.75)),
+    renamed=0.0,
+    bias_rates=((0.5, 0.1), (1.0, 0.0)),
+    adam_decay=0.3,
+    clip=2.0,
 )
 
 
@@ -136,9 +149,7 @@ def test_a_share_of_the_library_rows_has_other_names(monkeypatch, tmp_path):
     recipe = replace(RECIPE, steps=200, library_shares=((1.0, 0.5),), renamed=0.2)
     plan = backbone_plan(monkeypatch, recipe, Log(tmp_path / "log"))
     spans = ((5, 100), (500, 600), (300, 400))
-    found = np.array(
-        [[rows_from(s["ids"], *span) / len(s["ids"]) for span in spans] for s in plan]
-    )
+    found = np.array([[rows_from(s["ids"], *span) / len(s["ids"]) for span in spans] for s in plan])
     assert (found[:, 1] == 0.5).all() and (found.sum(1) == 1).all()
     assert np.allclose(found.mean(0), [0.4, 0.5, 0.1], atol=0.01)
     last = [row for row in read(tmp_path / "log") if row["stage"] == "backbone"][-1]
@@ -180,7 +191,8 @@ def test_a_stage_computes_with_rounded_weights_and_returns_the_masters(stage):
 def optimiser_of(model, draft, rate=0.0):
     """Of the weights that the stage trains."""
     held = {
-        n: p.requires_grad_() for n, p in model.named_parameters()
+        n: p.requires_grad_()
+        for n, p in model.named_parameters()
         if n.startswith("mtp.") == draft and "gate.bias" not in n
     }
     return Optimiser(held, weights.is_matrix, (rate, rate), (0.0, 0.0))
@@ -274,8 +286,18 @@ def test_evaluation_is_the_mean_over_the_whole_split(model):
 
 
 DRAFTER = Drafter(
-    steps=200, rows=4, length=64, warmup=4, dev_every=90, rounded_from=0.6, written=12,
-    written_length=32, prompt=10, bias_rates=((0.5, 0.1), (1.0, 0.0)), adam_decay=0.3, clip=2.0,
+    steps=200,
+    rows=4,
+    length=64,
+    warmup=4,
+    dev_every=90,
+    rounded_from=0.6,
+    written=12,
+    written_length=32,
+    prompt=10,
+    bias_rates=((0.5, 0.1), (1.0, 0.0)),
+    adam_decay=0.3,
+    clip=2.0,
 )
 
 
@@ -395,8 +417,11 @@ def test_drafts_count_from_where_the_models_own_text_starts(monkeypatch, first):
     seen = []
     compare = draft_loss.compare
     monkeypatch.setattr(
-        draft_loss, "compare", lambda m, rows, ids, anchors, *a, **k: (
-            seen.append(anchors), compare(m, rows, ids, anchors, *a, **k)
+        draft_loss,
+        "compare",
+        lambda m, rows, ids, anchors, *a, **k: (
+            seen.append(anchors),
+            compare(m, rows, ids, anchors, *a, **k),
         )[1],
     )
     drafter_step(random_model(), first)
@@ -444,9 +469,7 @@ def test_the_drafters_evaluation_repeats_itself_on_the_split_it_is_given(model):
         found.append(drafter.evaluate(model, DATA[name], replace(recipe, rows=rows), False))
     ids = torch.from_numpy(pieces(DATA["dev"], 33))[: drafter.DEV_ROWS]
     same = torch.Generator().manual_seed(0)
-    whole = drafter.drafted(
-        model, ids, replace(recipe, rows=len(ids)), 0, False, generator=same
-    )
+    whole = drafter.drafted(model, ids, replace(recipe, rows=len(ids)), 0, False, generator=same)
     assert whole.overlap.shape[0] == 6 * len(ids)
     wanted = draft_loss.metrics(whole).numbers()
     assert found[0] == found[1] != found[2]
@@ -472,8 +495,9 @@ def test_text_is_written_at_fidelity_1():
     text = written.write(model, starts, length, torch.zeros(n), seed=0)
     with torch.no_grad():
         rounded, exact = (
-            model(fast.context(CONFIG, text, dtype=torch.float64, fidelity=f)).logits
-            .view(n, p + length, -1)[:, p - 1 : -1].argmax(2)
+            model(fast.context(CONFIG, text, dtype=torch.float64, fidelity=f))
+            .logits.view(n, p + length, -1)[:, p - 1 : -1]
+            .argmax(2)
             for f in (1, 0)
         )
     assert torch.equal(text[:, p:], rounded)

@@ -1,8 +1,9 @@
 """The experiment on replay: what its parts measure is what they say, and its files read back."""
 
-import deepinfer as di
 import pytest
 import torch
+
+import deepinfer as di
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.replay.error import replay_error
 from deepinfer.measure.replay.passes import Passage
@@ -317,9 +318,19 @@ def test_every_part_and_every_figure_of_it(tmp_path):
     parts = read_all(tmp_path)
     assert set(parts) == set(run.PARTS)
     for draw in (
-        figures.keep, figures.depth, figures.windows, figures.lengths, figures.turns, figures.sides,
-        figures.domains, costs.drafts, costs.divergence, costs.error_and_cost, costs.seconds, costs.where,
-    ):  # fmt: skip
+        figures.keep,
+        figures.depth,
+        figures.windows,
+        figures.lengths,
+        figures.turns,
+        figures.sides,
+        figures.domains,
+        costs.drafts,
+        costs.divergence,
+        costs.error_and_cost,
+        costs.seconds,
+        costs.where,
+    ):
         assert draw(parts), draw.__name__
     for name, block in findings.BLOCKS.items():
         if name != "found":  # it speaks of nano's keeps
@@ -344,7 +355,12 @@ def test_seconds_on_an_accelerator_are_a_command_of_their_own(tmp_path, capsys, 
 
 def test_compare_names_the_means_outside(tmp_path):
     def table(kl):
-        return Table([dict(policy="a", kl=kl, kl_low=1.0, kl_high=2.0), dict(policy="b", kl=1.5, kl_low=None, kl_high=None)])
+        return Table(
+            [
+                dict(policy="a", kl=kl, kl_low=1.0, kl_high=2.0),
+                dict(policy="b", kl=1.5, kl_low=None, kl_high=None),
+            ]
+        )
 
     assert compare.outside(table(1.5), table(1.9)) == (1, [])
     count, (words,) = compare.outside(table(1.5), table(2.5))

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from deepinfer.measure.table import Table
 from experiments.replay_error import findings, run, words
 from experiments.replay_error.config import FULL

@@ -4,6 +4,7 @@ measures is what it says. No time is asserted."""
 import json
 
 import pytest
+
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.timeline import Timeline
@@ -64,7 +65,9 @@ def test_prompts_are_each_their_own_and_begin_with_bos(tiny):
 
 def test_speed_is_of_medians_and_shares_are_of_rounds():
     host = [dict(schedule=0.1, launch=0.2, wait=9.0, **{"post-process": 0.1})] * 3
-    found = rate.Rounds(4, bare=[1.0, 2.0, 4.0], engine=[2.0, 2.5, 4.0], overlapped=[5.0] * 3, host=host)
+    found = rate.Rounds(
+        4, bare=[1.0, 2.0, 4.0], engine=[2.0, 2.5, 4.0], overlapped=[5.0] * 3, host=host
+    )
     row = found.speed()
     assert (row["bare tokens/s"], row["engine tokens/s"]) == (2.0, 1.6)
     assert row["overlapped tokens/s"] == 0.8
@@ -84,10 +87,12 @@ def record(number, host, device, unfinished=1):
 
 def test_a_lane_begins_and_ends_with_the_device():
     """Two overlapped steps: while the first was scheduled, a step that is in no record ran."""
-    t = Timeline([
-        record(1, [("schedule", 0, 10), ("post-process", 42, 50)], (20, 40)),
-        record(2, [("schedule", 30, 35), ("wait", 50, 61), ("post-process", 61, 70)], (41, 61)),
-    ])  # fmt: skip
+    t = Timeline(
+        [
+            record(1, [("schedule", 0, 10), ("post-process", 42, 50)], (20, 40)),
+            record(2, [("schedule", 30, 35), ("wait", 50, 61), ("post-process", 61, 70)], (41, 61)),
+        ]
+    )
     lane = gap.Lane.of(t)
     assert (lane.busy, lane.idle, lane.steps) == (40, {"outside": 1}, 2)
     assert lane.share == 1 / 41 and t.idle_share > 0.2
@@ -96,10 +101,12 @@ def test_a_lane_begins_and_ends_with_the_device():
 
 
 def test_a_pause_without_work_is_no_idle_time():
-    t = Timeline([
-        record(1, [("schedule", 0, 1)], (1, 10), unfinished=0),
-        record(2, [("schedule", 100, 101)], (101, 110)),
-    ])  # fmt: skip
+    t = Timeline(
+        [
+            record(1, [("schedule", 0, 1)], (1, 10), unfinished=0),
+            record(2, [("schedule", 100, 101)], (101, 110)),
+        ]
+    )
     assert gap.Lane.of(t).idle == {"schedule": 1}
 
 
@@ -113,7 +120,9 @@ def test_idle_of_a_case():
 
 
 def test_ratios_of_first_tokens_are_of_rounds():
-    row = first_token.Times(64, 32, [2.0, 3.0, 4.0], [2.0, 1.0, 4.0], [4.0, 4.0, 4.0], [9.0] * 3).row()
+    row = first_token.Times(
+        64, 32, [2.0, 3.0, 4.0], [2.0, 1.0, 4.0], [4.0, 4.0, 4.0], [9.0] * 3
+    ).row()
     assert (row["of same depth"], row["of same depth, most"]) == (1, 3)
     assert (row["of alone"], row["of alone, least"]) == (0.75, 0.5)
     assert (row["with hit ms"], row["whole prompt cold ms"]) == (3000, 9000)
@@ -121,16 +130,24 @@ def test_ratios_of_first_tokens_are_of_rounds():
 
 def test_targets_judge_the_worst_row():
     found = {
-        "speed": Table([{"batch": 4, "engine share %": 50.0}, {"batch": 16, "engine share %": 10.0}]),
-        "idle gap": Table([
-            {"load": load, "engine": engine, "at 20 ms, %": idle}
-            for load, engine, idle in [
-                ("steady decode", "synchronous", 9.0), ("steady decode", "overlapped", 2.0),
-                ("steady decode", "overlapped", 3.1), ("requests come and go", "overlapped", 1.0),
+        "speed": Table(
+            [{"batch": 4, "engine share %": 50.0}, {"batch": 16, "engine share %": 10.0}]
+        ),
+        "idle gap": Table(
+            [
+                {"load": load, "engine": engine, "at 20 ms, %": idle}
+                for load, engine, idle in [
+                    ("steady decode", "synchronous", 9.0),
+                    ("steady decode", "overlapped", 2.0),
+                    ("steady decode", "overlapped", 3.1),
+                    ("requests come and go", "overlapped", 1.0),
+                ]
             ]
-        ]),
-        "first token": Table([{"of same depth": 1.1, "of alone": 1.3}, {"of same depth": 1.0, "of alone": 1.0}]),
-    }  # fmt: skip
+        ),
+        "first token": Table(
+            [{"of same depth": 1.1, "of alone": 1.3}, {"of same depth": 1.0, "of alone": 1.0}]
+        ),
+    }
     judged = bench.targets(found)
     assert judged["measured"] == [10.0, 3.1, 1.0, 1.1, 1.3]
     assert judged["reached"] == [True, False, True, True, False]
@@ -168,7 +185,17 @@ def test_first_token_needs_its_hit(tiny):
 
 def test_command_prints_and_writes_every_table(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    asked = ["--quick", "--model", "tiny", "--batches", "2", "--dtype", "float64", "--out", str(out)]
+    asked = [
+        "--quick",
+        "--model",
+        "tiny",
+        "--batches",
+        "2",
+        "--dtype",
+        "float64",
+        "--out",
+        str(out),
+    ]
     assert bench.main(asked) == 0
     shown, tables = capsys.readouterr().out, bench.read(out)
     assert list(tables) == ["speed", "host phases", "idle gap", "first token", "targets"]
@@ -176,7 +203,9 @@ def test_command_prints_and_writes_every_table(tmp_path, capsys):
     assert tables["speed"]["batch"] == [2] and len(tables["idle gap"]) == 4
     assert tables["idle gap"].where(engine="overlapped")["load"] == list(gap.LOADS)
     facts = json.loads(out.read_text())["facts"]
-    assert {"commit", "threads", "processor", "cores", "load", "weights", "dtype", "clock"} <= set(facts)
+    assert {"commit", "threads", "processor", "cores", "load", "weights", "dtype", "clock"} <= set(
+        facts
+    )
     assert facts["quick"] and tables["speed"].provenance["dtype"] == "float64"
     other = tmp_path / "other.json"
     other.write_text("{}")

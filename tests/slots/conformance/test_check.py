@@ -102,8 +102,7 @@ def test_an_exception_is_the_case_that_broke_the_law():
     told = case.pop("any number of rows is legal, also none; shapes are [t, v] and [t]")
     line = Raises.draw.__code__.co_firstlineno + 2
     assert told == (
-        "rows 2, vocabulary 3: raised RuntimeError: two rows "
-        f"(test_check.py line {line}, in draw)"
+        f"rows 2, vocabulary 3: raised RuntimeError: two rows (test_check.py line {line}, in draw)"
     )
     assert not case and [r.case for r in report.results].count("same error") > 2
 
@@ -111,7 +110,7 @@ def test_an_exception_is_the_case_that_broke_the_law():
 def test_a_mistake_is_told_once_with_its_line():
     class Unknown(CSA2):
         def select(self, layer, index, kv, plan, carried):
-            return super().select(layer, index, kv, plan, carred)  # noqa: F821
+            return super().select(layer, index, kv, plan, carred)
 
     class Shape(CSA2):
         def select(self, layer, index, kv, plan, carried):
