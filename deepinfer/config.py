@@ -379,7 +379,8 @@ class EngineConfig(_Config):
     device: "auto", "cpu", "cuda", "cuda:1", ...; dtype: "float32", "bfloat16" or "float64" (None:
     float32 on a CPU, bfloat16 elsewhere). fidelity: 0 no fake quantisation, 1 the model's own cache
     roundings, 2 with activation rounding. Lengths and batch sizes are in tokens and sequences,
-    page_size in tokens (None: the window). packed_cache: store cache records as bytes (None: off on
+    page_size in tokens (None: the window). max_context: most summed context length of a prefill
+    step (None: no limit; one prompt always runs). packed_cache: store cache records as bytes (None: off on
     a CPU). prefix_cache: reuse the pages of equal prefixes, once an earlier request has computed
     them: prompts that begin in the same step share nothing yet. num_snapshots, with prefix_cache:
     places where a hit may end that it holds at most (None: 8 a sequence in pages of a window, more
@@ -399,6 +400,7 @@ class EngineConfig(_Config):
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
+    max_context: int | None = None
     page_size: int | None = None
     num_pages: int | None = None
     prefix_cache: bool = False
@@ -427,7 +429,7 @@ class EngineConfig(_Config):
 
         bfloat16 with FP8 and FP4 weights kept as stored, activations rounded (fidelity 2), packed
         cache records, pages of 128 tokens, 4,096 tokens of context, 256 sequences and 4,096 rows a
-        step, DeepInfer's order of decode; overlap where an engine has it (asking imports torch).
+        step, DeepInfer's order of decode, overlap.
         Two of the documents' settings are slots and not fields: five drafts a step
         (verifier=di.verifier.Fixed(5)) and bounded replay of the last 140 prompt tokens
         (replay=di.replay.Bounded(), which is 'compact'; the default of DeepInfer's code is off, and
@@ -437,8 +439,6 @@ class EngineConfig(_Config):
 
         >>> eng = di.Engine.nano(**dataclasses.asdict(di.EngineConfig.production()))
         """
-        from .engine.environment import overlap_exists
-
         return cls(
             dtype="bfloat16",
             fidelity=2,
@@ -446,7 +446,7 @@ class EngineConfig(_Config):
             max_num_seqs=256,
             max_num_batched_tokens=4096,
             page_size=128,
-            overlap=overlap_exists(),
+            overlap=True,
             scheduler="decode_order",
             packed_cache=True,
             keep_quantised=True,
@@ -477,10 +477,6 @@ class EngineConfig(_Config):
                 f"EngineConfig does not hold: make the engine with replay=di.replay.Bounded({keep}, "
                 f"{mode!r}) and unset it, or use di.LLM"
             )
-        if found.max_context is not None:
-            from .engine.scheduler import DecodeOrder
-
-            return cls(**found.settings, scheduler=DecodeOrder(max_context=found.max_context))
         return cls(**found.settings)
 
     @staticmethod

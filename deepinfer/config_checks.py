@@ -289,7 +289,7 @@ def _check_engine(config: Any) -> None:
     if config.fidelity not in (0, 1, 2):
         text = "0 (no rounding), 1 (the model's cache roundings) or 2 (activations as well)"
         _refuse(config, "fidelity", text)
-    _at_least(config, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    _at_least(config, 1, "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_context")
     _at_least(config, 1, "page_size", "num_pages")
     _at_least(config, 0, "num_snapshots")
     if config.num_snapshots is not None and not config.prefix_cache:

@@ -14,7 +14,6 @@ import pytest
 import deepinfer as di
 from deepinfer.engine import environment
 from deepinfer.engine.environment import BY_NAME, VARIABLES, read
-from deepinfer.engine.scheduler import DecodeOrder
 
 GIB = 2**30
 # The documented table: name -> (default as it would be written, another legal value).
@@ -199,10 +198,10 @@ def test_rings_step_back_by_the_drafts_and_one(drafts, steps):
         read(env(USE_NEXTN_DECODE=drafts, MAX_BACKTRACKING_TOKENS=more))
 
 
-def test_the_context_of_a_prefill_step_is_the_schedulers():
+def test_the_context_of_a_prefill_step_is_a_field():
     config = di.EngineConfig.from_env(env(PREFILL_MAX_SUM_SEQLEN_K="9000"))
-    assert config == di.EngineConfig(scheduler=DecodeOrder(max_context=9000))
-    assert config.diff(di.EngineConfig()).keys() == {"scheduler"}
+    assert config == di.EngineConfig(max_context=9000)
+    assert config.diff(di.EngineConfig()).keys() == {"max_context"}
 
 
 def test_temperatures_are_one_or_one_a_draft():
@@ -239,7 +238,7 @@ def test_the_table_for_a_reader():
     here = {row["variable"]: row["here"] for row in table}
     assert here["BATCH_INVARIANT"] == "batch_invariant"
     assert here["ZERO_OVERHEAD_SCHEDULING"] == "overlap"
-    assert here["PREFILL_MAX_SUM_SEQLEN_K"] == "scheduler"
+    assert here["PREFILL_MAX_SUM_SEQLEN_K"] == "max_context"
     assert here["YOCO_PREFILL_TRUNCATION_MODE"] == here["YOCO_PREFILL_KEEP_TOKENS"] == "replay"
     assert here["USE_NEXTN_DECODE"] == "verifier" and here["NCCL_NUM_SMS"] == "default only"
     assert {name for name, what in here.items() if what in ("already so", "not read")} == {
@@ -253,7 +252,7 @@ def test_the_table_for_a_reader():
 def test_fields_named_in_the_table_exist():
     fields = set(di.EngineConfig.__dataclass_fields__)
     assert {v.becomes for v in VARIABLES if v.use == "field"} <= fields
-    uses = {"field", "drafts", "context", "truncation", "already", "elsewhere", "refused"}
+    uses = {"field", "drafts", "truncation", "already", "elsewhere", "refused"}
     assert {v.use for v in VARIABLES} == uses
 
 
@@ -265,17 +264,8 @@ def test_production_is_what_the_documents_say():
     assert (config.max_num_seqs, config.max_model_len, config.page_size) == (256, 4096, 128)
     assert config.max_num_batched_tokens == max(4096, 256 * (1 + environment.DRAFTS)) == 4096
     assert (config.dtype, config.fidelity, config.batch_invariant) == ("bfloat16", 2, False)
-    assert config.scheduler == "decode_order"
+    assert config.scheduler == "decode_order" and config.overlap
     assert config.packed_cache and config.keep_quantised and config.seed == 0
-
-
-def test_overlap_follows_what_an_engine_takes(monkeypatch):
-    from deepinfer.engine import settings
-
-    monkeypatch.setattr(settings, "LATER", {"overlap": "x"}, raising=False)
-    assert not di.EngineConfig.production().overlap
-    monkeypatch.setattr(settings, "LATER", {}, raising=False)
-    assert di.EngineConfig.production().overlap
 
 
 def test_what_has_no_field_is_named():

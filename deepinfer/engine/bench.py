@@ -19,8 +19,8 @@ import torch
 from deepinfer.checkpoint import names
 from deepinfer.config import ModelConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.provenance import of_engine
 from deepinfer.kernels.benchmark import rates
-from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.table import Table
 
 PROMPT = 300

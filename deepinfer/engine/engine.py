@@ -25,6 +25,7 @@ from deepinfer.engine.params import (
     require_salt,
     require_timeout,
 )
+from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.request import (
     Completion,
     Completions,
@@ -36,7 +37,6 @@ from deepinfer.engine.request import (
 from deepinfer.engine.runtime import Limits, Runtime, start_slots
 from deepinfer.engine.settings import (
     DEFAULTS,
-    LATER,
     Changes,
     Settings,
     require_invariant,
@@ -44,7 +44,6 @@ from deepinfer.engine.settings import (
 )
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.engine.turns import Turns, in_turn
-from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -66,16 +65,11 @@ class Engine(InBackground):
     def __init__(
         self, shared: weights.Weights, settings: EngineConfig, slots: dict[str, Any]
     ) -> None:
-        for name, what in LATER.items():
-            if getattr(settings, name):
-                raise ValueError(
-                    f"{name}={getattr(settings, name)!r}: {what} is not available yet; leave it out"
-                )
         self._shared, self._settings = shared, settings
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
             require_invariant(self._slots, shared.model.device)
-        scheduler.resolve(settings.scheduler)
+        scheduler.resolve(settings.scheduler, settings.max_context)
         # started here, so that what does not fit the model is refused now and not at the first step
         self._started = start_slots(shared.model, settings, self._slots)
         self._limits = Limits.of(settings, shared.config, self._started["verifier"].max_draft)
@@ -417,6 +411,6 @@ class Engine(InBackground):
         self.close()
 
     def _provenance(self) -> dict[str, object]:
-        from deepinfer.measure.provenance import of_engine
+        from deepinfer.engine.provenance import of_engine
 
         return of_engine(self)

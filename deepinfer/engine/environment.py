@@ -160,13 +160,12 @@ VARIABLES: tuple[Variable, ...] = (
     _refused("FORCE_LOAD_BALANCE", "bool", False, "write an experts variant for it"),
     _refused("SHOW_EPLB_DETAIL", "bool", False, _BALANCE),
     # steps
-    Variable(
+    _field(
         "PREFILL_MAX_SUM_SEQLEN_K",
         "int or unset",
         None,
-        "context",
-        "most context of a prefill step: scheduler=DecodeOrder(max_context=n)",
-        "scheduler",
+        "max_context",
+        "most context of a prefill step, in tokens",
     ),
     _refused("PREFILL_ATTEMPT_INTERVAL", "int", 70, _BALLOT),
     _refused("PREFILL_ANY_ATTEMPT_INTERVAL", "int", 100, _BALLOT),
@@ -297,13 +296,12 @@ BY_NAME: dict[str, Variable] = {v.full: v for v in VARIABLES}
 @dataclass(frozen=True)
 class Found:
     """What an environment says. settings: fields of EngineConfig; drafts: most drafted tokens a
-    step; max_context: most context of a prefill step, in tokens; truncation: (mode, prompt rows
+    step; truncation: (mode, prompt rows
     kept) of the replay slot; each None where it is not said; given: 'NAME=text' of each variable
     that is set."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     drafts: int | None = None
-    max_context: int | None = None
     truncation: tuple[str, int] | None = None
     given: tuple[str, ...] = ()
 
@@ -324,13 +322,13 @@ def read(environ: Mapping[str, str]) -> Found:
         if BY_NAME[name].kind == "bool" and mistaken(text):
             warnings.warn(f"{name}={text!r} counts as true: {RULE}", stacklevel=3)
     drafts = _at_least(0, values, "USE_NEXTN_DECODE")
-    context = _at_least(1, values, "PREFILL_MAX_SUM_SEQLEN_K")
+    _at_least(1, values, "PREFILL_MAX_SUM_SEQLEN_K")
     for name, value in values.items():
         _check(BY_NAME[name], value, DRAFTS if drafts is None else drafts)
     fields = {n: v.becomes for n, v in BY_NAME.items() if v.use == "field"}
     settings = {fields[n]: value for n, value in values.items() if n in fields}
     given = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
-    return Found(settings, drafts, context, _truncation(values), given)
+    return Found(settings, drafts, _truncation(values), given)
 
 
 def _truncation(values: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -400,11 +398,3 @@ def _here(variable: Variable) -> str:
 
 def _shown(default: Any) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
-def overlap_exists() -> bool:
-    """Whether an engine takes overlap=True: the documents' default where it does. Asked of the one
-    list of what an engine refuses."""
-    from deepinfer.engine import settings
-
-    return "overlap" not in getattr(settings, "LATER", {})

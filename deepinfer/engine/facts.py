@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
+from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.reuse import CacheReport
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode
 from deepinfer.engine.turns import Turns, in_turn
-from deepinfer.measure.provenance import facts_of
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 

@@ -110,7 +110,7 @@ def engine_keywords(
         elif name not in _OURS:
             raise TypeError(_unknown(name))
     args = {a.name: a.default for a in ARGUMENTS if a.used} | dict(given)
-    chosen: dict[str, Any] = {"overlap": environment.overlap_exists(), **found.settings}
+    chosen: dict[str, Any] = {"overlap": True, **found.settings}
     chosen |= {n: v for n, v in given.items() if n in _OURS}
     if "scheduler" in given and args["stop_preempted_request"]:
         raise ValueError(
@@ -143,13 +143,13 @@ def _scheduler(args: Mapping[str, Any], found: environment.Found, config: ModelC
     if not isinstance(args["stop_preempted_request"], bool):
         given = args["stop_preempted_request"]
         raise ValueError(f"LLM(stop_preempted_request={given!r}): True or False")
-    most, limit = found.max_context, _model_len(args, config)
+    most, limit = found.settings.get("max_context"), _model_len(args, config)
     if most is not None and isinstance(limit, int) and most < limit:
         raise ValueError(
             f"{environment.PREFIX}PREFILL_MAX_SUM_SEQLEN_K={most} is less than max_model_len="
             f"{limit}: a long prompt would never fit; raise it, or lower max_model_len"
         )
-    return DecodeOrder(max_context=most, stop_preempted=args["stop_preempted_request"])
+    return DecodeOrder(stop_preempted=True) if args["stop_preempted_request"] else "decode_order"
 
 
 def _model_len(args: Mapping[str, Any], config: ModelConfig) -> Any:

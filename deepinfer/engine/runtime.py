@@ -195,7 +195,9 @@ class Runtime:
             lookahead=self.limits.lookahead,
             reuse=self.reuse,
         )
-        self.scheduler = scheduler.resolve(settings.scheduler).start(self.room)
+        self.scheduler = scheduler.resolve(settings.scheduler, settings.max_context).start(
+            self.room
+        )
 
     @property
     def attention(self):

@@ -291,9 +291,10 @@ SCHEDULERS: dict[str, type[FCFS]] = {"fcfs": FCFS, "decode_order": DecodeOrder, 
 METHODS = ("start", "add", "schedule", "preempt", "release", "recover")
 
 
-def resolve(value: Any) -> SchedulerProtocol:
-    """A name, a class or an instance -> a scheduler. Raises ValueError for an unknown name and
-    TypeError for what is none."""
+def resolve(value: Any, max_context: int | None = None) -> SchedulerProtocol:
+    """The scheduler of a name, a class or an instance. max_context: of the engine's settings, in
+    tokens. Raises ValueError for an unknown name and for two different values of max_context,
+    TypeError for an object that is no scheduler."""
     if isinstance(value, str):
         if value not in SCHEDULERS:
             close = difflib.get_close_matches(value, SCHEDULERS, 1)
@@ -318,7 +319,23 @@ def resolve(value: Any) -> SchedulerProtocol:
             f"scheduler={value!r}: want a name ({', '.join(SCHEDULERS)}), a class or an instance; a "
             f"{type(value).__name__} has no {', '.join(missing)} (subclass deepinfer.engine.scheduler.FCFS)"
         )
-    return value
+    return value if max_context is None else _with_context(value, max_context)
+
+
+def _with_context(scheduler: Any, max_context: int) -> SchedulerProtocol:
+    """A copy of the scheduler with this limit."""
+    if not hasattr(scheduler, "max_context"):
+        raise ValueError(
+            f"max_context={max_context}: scheduler={scheduler!r} has no max_context; leave it out, or "
+            "subclass deepinfer.engine.scheduler.FCFS"
+        )
+    if scheduler.max_context not in (None, max_context):
+        raise ValueError(
+            f"max_context={max_context} was given, and scheduler={scheduler!r} has its own: give one"
+        )
+    own = copy.copy(scheduler)
+    own.max_context = max_context
+    return own
 
 
 def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Room) -> Schedule:

@@ -28,7 +28,6 @@ DEFAULTS: dict[str, Any] = {
     **DEFAULT_SLOTS,
     **{f.name: f.default for f in dataclasses.fields(EngineConfig)},
 }
-LATER: dict[str, str] = {}  # settings that no engine has yet, with what they will do
 
 
 class Changes(TypedDict, total=False):
@@ -44,6 +43,7 @@ class Changes(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
+    max_context: int | None
     page_size: int | None
     num_pages: int | None
     prefix_cache: bool

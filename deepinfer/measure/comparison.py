@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.bootstrap import SEED, Estimate, ratio
-from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.table import Table
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import deepinfer as di
-from deepinfer.measure.provenance import collect, of_engine
+from deepinfer.engine.provenance import of_engine
+from deepinfer.measure.provenance import collect
 from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
 from experiments.replay_error.files import Part, read

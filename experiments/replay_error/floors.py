@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepinfer.engine.engine import Engine
-from deepinfer.measure.provenance import of_engine
+from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.replay.error import (
     check_finite,
     law_rows,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.runtime import Runtime
-from deepinfer.measure.provenance import of_engine
 from deepinfer.measure.replay.error import check_finite, law_rows
 from deepinfer.measure.replay.passes import Passage, behind_hit, over_pages, prefix_pages
 from deepinfer.measure.replay.report import ReplayReport

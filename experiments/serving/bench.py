@@ -19,7 +19,8 @@ from textwrap import fill
 import torch
 
 from deepinfer.engine.engine import Engine
-from deepinfer.measure.provenance import collect, of_engine
+from deepinfer.engine.provenance import of_engine
+from deepinfer.measure.provenance import collect
 from deepinfer.measure.table import Table
 from experiments.serving import first_token, gap, rate, setup
 

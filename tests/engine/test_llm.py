@@ -11,7 +11,7 @@ from engine.pool import check_empty
 
 import deepinfer as di
 from deepinfer.checkpoint.tiny import write_tiny
-from deepinfer.engine import llm_args, settings
+from deepinfer.engine import llm_args
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.llm import LLM, Outputs, RequestOutput
 from deepinfer.engine.llm_params import NO_EOS_FIRST, NoEosFirst
@@ -457,8 +457,13 @@ def test_the_scheduler(eng, monkeypatch):
     with pytest.raises(ValueError, match=r"stop_preempted_request=1\): True or False"):
         LLM(eng, stop_preempted_request=1)
     monkeypatch.setenv("DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K", "5000")
-    assert LLM(eng).engine.settings.scheduler == DecodeOrder(max_context=5000)
-    assert LLM(eng, scheduler="fcfs").engine.settings.scheduler == "fcfs"
+    assert LLM(eng).engine.settings.max_context == 5000
+    assert LLM(eng, scheduler="fcfs").engine.settings.max_context == 5000
+    assert LLM(eng, stop_preempted_request=True).engine.settings.max_context == 5000
+    with pytest.raises(
+        ValueError, match=r"max_context=5000 was given, and scheduler=FCFS\(max_context=10\)"
+    ):
+        LLM(eng, scheduler=FCFS(max_context=10))
     with pytest.raises(ValueError, match="PREFILL_MAX_SUM_SEQLEN_K=5000 .*max_model_len=6000"):
         LLM(eng, max_model_len=6000)
 
@@ -470,11 +475,8 @@ def test_unknown_arguments(eng):
         LLM(eng, zzzzzz=3)
 
 
-def test_overlap_is_on_as_soon_as_an_engine_has_it(eng, monkeypatch):
-    monkeypatch.setattr(settings, "LATER", {"overlap": "x"}, raising=False)
+def test_overlap_is_on_unless_something_says_otherwise(eng):
     asked = dict(given={}, found=llm_args.environment.Found(), config=eng.config)
-    assert llm_args.engine_keywords(**asked)["overlap"] is False
-    monkeypatch.setattr(settings, "LATER", {}, raising=False)
     assert llm_args.engine_keywords(**asked)["overlap"] is True
     assert llm_args.engine_keywords(**asked | {"given": {"overlap": False}})["overlap"] is False
     found = llm_args.environment.Found({"overlap": False})

@@ -7,8 +7,8 @@ import pytest
 from properties.small import small_engine, stream
 
 import deepinfer as di
+from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.scheduler import DecodeOrder
-from deepinfer.measure.provenance import of_engine
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from properties.small import small_engine, stream
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
 from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.room import Room
 from deepinfer.engine.scheduler import (
@@ -27,7 +28,6 @@ from deepinfer.engine.scheduler import (
 )
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.votes import DataParallel, DataParallelVotes
-from deepinfer.measure.provenance import of_engine
 from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.measure.provenance import of_engine
+from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.replay.error import Keeps, policies
 from deepinfer.measure.replay.texts import Texts, check_count
 from deepinfer.measure.table import Table

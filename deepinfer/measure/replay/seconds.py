@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer.measure.provenance import of_engine
+from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.replay.cost import Cost, prefill_cost
 from deepinfer.measure.replay.error import Keeps, plan_of, policies
 from deepinfer.measure.table import Table
