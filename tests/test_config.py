@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.config import EngineConfig, ModelConfig, RopeScaling, VisionConfig
-from deepinfer.config_release import released_config
+from deepinfer.config.release import released_config
 from deepinfer.model.rope import yarn_range
 
 RELEASE = ModelConfig.v41_flash()

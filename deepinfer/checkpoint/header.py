@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config_io import parse_json
+from deepinfer.config.io import parse_json
 
 __all__ = ["CheckpointError", "Entry", "read_header"]
 

@@ -21,7 +21,7 @@ from deepinfer.checkpoint import names
 from deepinfer.checkpoint.header import CheckpointError, Entry, read_header
 from deepinfer.checkpoint.names import Stored, Weight, scale_name
 from deepinfer.config import ModelConfig
-from deepinfer.config_io import read_json
+from deepinfer.config.io import read_json
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model import engram_hash
 

@@ -8,7 +8,7 @@ import pytest
 
 from deepinfer.checkpoint import names
 from deepinfer.config import ModelConfig
-from deepinfer.config_release import released_config
+from deepinfer.config.release import released_config
 
 LAYOUT = Path(__file__).parent / "data" / "stored_layout.txt.gz"
 CONFIG = Path(__file__).parents[1] / "data" / "oracle" / "config.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import ModelConfig, QuantizationConfig, RopeScaling, VisionConfig
+from deepinfer.config.model import ModelConfig, QuantizationConfig, RopeScaling, VisionConfig
 
 __all__ = ["model_from_dict", "model_to_dict", "parse_json", "read_json"]
 
