@@ -5,16 +5,15 @@ from deepinfer import kernels as kernels
 from deepinfer import measure as measure
 from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig
-from deepinfer.display.notebook import fmt as fmt
-from deepinfer.display.notebook import notebook as notebook
-from deepinfer.display.notebook import verdict as verdict
 from deepinfer.engine.engine import Engine as Engine
 from deepinfer.engine.llm import LLM as LLM
 from deepinfer.engine.params import SamplingParams as SamplingParams
 from deepinfer.engine.request import Completion as Completion
 from deepinfer.engine.request import Completions as Completions
 from deepinfer.measure.compare import compare as compare
-from deepinfer.measure.table import Table as Table
+from deepinfer.session import fmt as fmt
+from deepinfer.session import notebook as notebook
+from deepinfer.session import verdict as verdict
 from deepinfer.slots import attention as attention
 from deepinfer.slots import experts as experts
 from deepinfer.slots import grammar as grammar
@@ -22,5 +21,6 @@ from deepinfer.slots import replay as replay
 from deepinfer.slots import sampler as sampler
 from deepinfer.slots import verifier as verifier
 from deepinfer.slots.conformance import check as check
+from deepinfer.tables.table import Table as Table
 
 __version__: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 PYTHON = (3, 11)
 REQUIRED = {
@@ -58,7 +58,7 @@ class Report:
         self.problems.append(sentence)
 
     def table(self) -> Table:
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         return Table(self.rows, ["group", "name", "state", "detail"])
 
@@ -97,7 +97,7 @@ def version_of(package: str) -> str | None:
 
 def _packages(report: Report) -> None:
     import deepinfer
-    from deepinfer.measure.provenance import commit
+    from deepinfer.tables.provenance import commit
 
     report.add(
         "packages",

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from deepinfer.display import html, notebook, progress
+from deepinfer import session
+from deepinfer.display import html, progress
 from deepinfer.display.numbers import counted
 from deepinfer.engine.request import Completion, Completions, TokenStep
 
@@ -113,19 +114,19 @@ def test_notebook_is_a_setting_that_can_be_taken_back(capsys):
 
     threads, seen = torch.get_num_threads(), torch.get_default_dtype()
     state = torch.get_rng_state()
-    assert notebook.default_dtype() is None and notebook.default_seed() is None
+    assert session.default_dtype() is None and session.default_seed() is None
     try:
-        assert notebook.notebook(seed=3) is None
-        assert (notebook.default_dtype(), notebook.default_seed()) == ("float64", 3)
+        assert session.notebook(seed=3) is None
+        assert (session.default_dtype(), session.default_seed()) == ("float64", 3)
         assert capsys.readouterr().out == "CPU engines: float64, threads 1, seed 3\n"
         assert torch.get_num_threads() == 1 and torch.get_default_dtype() == seen
         assert torch.equal(torch.get_rng_state(), state)
         with pytest.raises(ValueError, match="dtype='float16'"):
-            notebook.notebook(dtype="float16")
+            session.notebook(dtype="float16")
         with pytest.raises(TypeError, match="seed"):
-            notebook.notebook(seed=None)
-        assert notebook.default_dtype() == "float64"
+            session.notebook(seed=None)
+        assert session.default_dtype() == "float64"
     finally:
-        notebook._settings = notebook._Settings()
+        session._settings = session._Settings()
         torch.set_num_threads(threads)
-    assert notebook.default_dtype() is None
+    assert session.default_dtype() is None

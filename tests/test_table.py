@@ -15,7 +15,8 @@ from hypothesis import given
 import deepinfer as di
 from deepinfer.display import html
 from deepinfer.display.numbers import fmt, size
-from deepinfer.measure import provenance
+from deepinfer.engine.provenance import of_engine
+from deepinfer.tables import provenance
 
 cells = st.one_of(
     st.integers(), st.floats(), st.text(), st.booleans(), st.none(), st.integers(-(2**80), 2**80)
@@ -205,8 +206,8 @@ def test_provenance_names_no_machine():
 
 def test_provenance_of_an_engine_tells_what_matters_apart():
     base = di.Engine.tiny(seed=0)
-    facts = provenance.of_engine(base)
-    assert facts == provenance.of_engine(base.with_())
+    facts = of_engine(base)
+    assert facts == of_engine(base.with_())
     table = di.Table([{"x": 1}], provenance=facts)
     assert di.Table.from_json(table.to_json()) == table and table.provenance["device"] == "cpu"
     for other, name in (
@@ -215,14 +216,14 @@ def test_provenance_of_an_engine_tells_what_matters_apart():
         (base.with_(max_num_seqs=2), "settings"),
         (base.with_(seed=5), "seed"),
     ):
-        changed = provenance.of_engine(other)
+        changed = of_engine(other)
         assert [key for key in facts if facts[key] != changed[key]] == [name]
 
 
 def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
     """A venv inside somebody's repository must not report that repository's commit."""
     (tmp_path / ".git").mkdir()
-    place = tmp_path / "lib" / "deepinfer" / "measure" / "provenance.py"
+    place = tmp_path / "lib" / "deepinfer" / "tables" / "provenance.py"
     monkeypatch.setattr(provenance, "__file__", str(place))
     assert provenance.commit.__wrapped__() is None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.config import ModelConfig
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 __all__ = ["Inspection", "inspect"]
 

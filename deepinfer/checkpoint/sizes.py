@@ -13,7 +13,7 @@ from deepinfer.checkpoint.names import Weight
 from deepinfer.config import ModelConfig
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 __all__ = ["EP_SIZES", "cache_sizes", "cache_table", "device_bytes", "memory_table"]
 
@@ -115,7 +115,7 @@ def memory_table(
 ) -> Table:
     """A Table with one row per component and a total: tensors, parameters, bytes on disk, and bytes
     per device for each expert-parallel size (columns `ep1`, `ep8`, ...); see `device_bytes`."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     groups: dict[str, list[Weight]] = {}
     for weight in names.weights(config):
@@ -134,7 +134,7 @@ def memory_table(
 
 def cache_table(config: ModelConfig) -> Table:
     """`cache_sizes` as a Table of name and bytes."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     rows = [{"cache": name, "bytes": size} for name, size in cache_sizes(config).items()]
     return Table(rows, title="cache: bytes per record, token or sequence")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deepinfer.config.base import Config
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from deepinfer.measure.replay.report import ReplayReport
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 DASHES = ((0, (8, 3)), (0, (4, 2)), (0, (1, 2)), (0, (8, 2, 1, 2)), (0, (4, 2, 1, 2, 1, 2)))
 ZERO = 1e-15  # what is below is a sum's rounding in float64

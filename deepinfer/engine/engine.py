@@ -48,7 +48,7 @@ from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
 if TYPE_CHECKING:
-    from deepinfer.measure.trace import Trace
+    from deepinfer.engine.trace import Trace
 
 Prompts = (
     str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Sequence[str | Sequence[int]]
@@ -362,7 +362,7 @@ class Engine(InBackground):
         leave it; at has .name .request .position .step. keep(at) -> [rows] bool: the rows to record.
         Raises KeyError for a pattern that matches no name, with the nearest ones.
         """
-        from deepinfer.measure.trace import Trace
+        from deepinfer.engine.trace import Trace
 
         return Trace(self, patterns or ("*",), edit, keep)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.engine.keywords import NEAR
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 PREFIX = "DEEPINFER_"
 FALSE = ("0", "", "false", "False")
@@ -381,7 +381,7 @@ def _unknown(name: str) -> str:
 def table() -> Table:
     """One row per documented variable: what it becomes here, or what a refusal says. The defaults
     are DeepInfer's."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     rows = [
         dict(variable=v.name, here=_here(v), note=v.note, default=_shown(v.default), type=v.kind)

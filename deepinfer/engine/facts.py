@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from deepinfer.engine.loop import Loop
     from deepinfer.engine.request import Request
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 
 class EngineFacts:
@@ -116,7 +116,7 @@ class EngineFacts:
     @property
     def kernels(self) -> Table:
         """What ran: op, implementation, calls."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         counts = {} if self._runtime is None else self._runtime.ops.counts
         rows = [dict(op=op, implementation=i, calls=n) for (op, i), n in sorted(counts.items())]
@@ -126,7 +126,7 @@ class EngineFacts:
     def memory(self) -> Table:
         """Bytes by component: weights (shared between engines) and this engine's cache (0 before the
         first step)."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         cache = (
             {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
@@ -179,7 +179,7 @@ class EngineFacts:
 
     def trace_names(self) -> list[str]:
         """Every name that can be traced, in the order of the walk."""
-        from deepinfer.measure.trace import trace_names
+        from deepinfer.engine.trace import trace_names
 
         return trace_names(self.config, self._slots["verifier"].max_draft > 0)
 

@@ -26,7 +26,7 @@ from deepinfer.slots.grammar import NoGrammar
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 # DeepInfer's names of ends that are called otherwise here
 REASONS = {"preempted": "insufficient_system_resource"}

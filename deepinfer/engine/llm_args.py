@@ -21,7 +21,7 @@ from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 LEAST_ROWS = 4096  # of max_num_batched_tokens where it is not given
 BLOCK = 128  # tokens_per_block always resolves to this
@@ -205,7 +205,7 @@ def _unknown(name: str) -> str:
 
 def table() -> Table:
     """One row per documented argument: its default and what it becomes, or why it is refused."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     rows = [
         dict(

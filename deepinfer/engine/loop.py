@@ -25,7 +25,7 @@ from deepinfer.slots.protocols import Prompt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from deepinfer.measure.trace import Trace
+    from deepinfer.engine.trace import Trace
 
 # what a request has emitted so far
 SO_FAR = ("output", "logprobs", "top_logprobs", "prompt_logprobs", "steps")

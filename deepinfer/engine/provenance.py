@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.measure.provenance import Facts
+from deepinfer.tables.provenance import Facts
 
 if TYPE_CHECKING:
     from deepinfer.engine.facts import EngineFacts

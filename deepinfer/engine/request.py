@@ -17,7 +17,7 @@ from deepinfer.slots.protocols import ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.cache.prefix import ImageSpan
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Completion:
 
     def table(self) -> Table:
         """One row per output token: position, id, text, logprob, step, row, source."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         return Table(
             [
@@ -299,7 +299,7 @@ class Completions(list[Completion]):
 
     def table(self) -> Table:
         """One row per item: index, prompt and output lengths, finish reason, mean logprob, error, text."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         return Table([_summary(c) for c in self], provenance=self.provenance)
 

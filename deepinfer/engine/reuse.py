@@ -44,8 +44,8 @@ from deepinfer.slots.protocols import Prompt, ReplayPlan
 if TYPE_CHECKING:
     from deepinfer.engine.runtime import Runtime
     from deepinfer.engine.scheduler import Share
-    from deepinfer.measure.table import Table
-    from deepinfer.measure.trace import Trace
+    from deepinfer.engine.trace import Trace
+    from deepinfer.tables.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class CacheReport:
 
     def table(self) -> Table:
         """name, value rows."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         counts = [f.name for f in dataclasses.fields(self) if f.name != "facts"]
         rows = [dict(name=n, value=getattr(self, n)) for n in counts]

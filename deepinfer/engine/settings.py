@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.display.notebook import default_dtype, default_seed
 from deepinfer.engine import scheduler
 from deepinfer.engine.keywords import NEAR
+from deepinfer.session import default_dtype, default_seed
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 

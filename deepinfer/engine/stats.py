@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.room import Room
     from deepinfer.engine.scheduler import Share
     from deepinfer.engine.timeline import Timeline
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 HELD_STEPS = 4096  # about 4 MB of records
 HELD_REQUESTS = 1024

@@ -17,7 +17,7 @@ from deepinfer.engine.records import PHASES, RequestRecord, StepRecord, percenti
 
 if TYPE_CHECKING:
     from deepinfer.engine.stats import Stats
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 FORMAT = "deepinfer.Stats/1"
 TOTALS = (
@@ -43,7 +43,7 @@ RARE = ("mixed_steps", "preemptions", "cached_tokens")  # shown once they happen
 
 def counters(stats: Stats) -> Table:
     """name, value."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     rows = [dict(name=n, value=v) for n, v in counted(stats).items()]
     return Table(rows, provenance=stats.facts())
@@ -91,7 +91,7 @@ def counted(stats: Stats) -> dict[str, object]:
 
 def drafts(stats: Stats) -> Table:
     """depth, verified, accepted, acceptance, survival."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     columns = ("depth", "verified", "accepted", "acceptance", "survival")
     return Table(by_depth(stats), columns, provenance=stats.facts())
@@ -108,7 +108,7 @@ def by_depth(stats: Stats) -> list[dict[str, Any]]:
 
 def times(stats: Stats, last: int) -> Table:
     """name, unit, all, last: speeds, shares and milliseconds a step."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     whole, recent = speeds_of_all(stats), speeds_of_last(stats, last)
     rows = [dict(name=n, unit=u, all=whole.get((n, u)), last=recent.get((n, u))) for n, u in whole]
@@ -119,7 +119,7 @@ def times(stats: Stats, last: int) -> Table:
 
 def latencies(stats: Stats) -> Table:
     """name, count, mean, p50, p90, p99, max."""
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     rows = []
     for name, tally in stats.tallies.items():
@@ -198,7 +198,7 @@ def held_values(stats: Stats, name: str) -> Iterable[float]:
 def rows(
     stats: Stats, records: Sequence[StepRecord] | Sequence[RequestRecord], times: bool, what: str
 ) -> Table:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
     many = stats.closed_steps if what == "step" else stats.ended_requests
     title = the_last(len(records), many, what)
@@ -235,8 +235,8 @@ def line(stats: Stats, last: int) -> str:
 
 def as_dict(stats: Stats) -> dict[str, Any]:
     """Where it comes from, counters, times, steps, requests."""
-    from deepinfer.measure import jsonable
-    from deepinfer.measure.provenance import collect
+    from deepinfer.tables import jsonable
+    from deepinfer.tables.provenance import collect
 
     return {
         "format": FORMAT,

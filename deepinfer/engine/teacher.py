@@ -18,7 +18,7 @@ from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 
 def forced_logits(
@@ -164,7 +164,7 @@ class Scores:
     def table(self) -> Table:
         """One row per text: tokens, bytes, nats, perplexity, bits_per_byte."""
         from deepinfer.display.numbers import counted, fmt
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         rows = [
             {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deepinfer.engine.records import StepRecord
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 FORMAT = "deepinfer.Timeline/1"
 OUTSIDE = "outside"  # between two calls of `step`: whoever drives the engine has the host
@@ -122,7 +122,7 @@ class Timeline:
 
     def table(self) -> Table:
         """A row a step: its load, and milliseconds of host phases, device and the gap before it."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         before = {r.step: 0.0 for r in self.records}
         for g in self.gaps:

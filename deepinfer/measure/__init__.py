@@ -8,7 +8,7 @@ import importlib
 # Public name -> "module:attribute".
 _WHERE = {
     "ReplayReport": "deepinfer.measure.replay.report:ReplayReport",
-    "Table": "deepinfer.measure.table:Table",
+    "Table": "deepinfer.tables.table:Table",
     "law_error": "deepinfer.measure.laws:law_error",
     "logits_error": "deepinfer.measure.replay.error:logits_error",
     "prefill_cost": "deepinfer.measure.replay.cost:prefill_cost",

@@ -7,4 +7,4 @@ from deepinfer.measure.replay.error import logits_error as logits_error
 from deepinfer.measure.replay.error import replay_error as replay_error
 from deepinfer.measure.replay.report import ReplayReport as ReplayReport
 from deepinfer.measure.replay.seconds import replay_seconds as replay_seconds
-from deepinfer.measure.table import Table as Table
+from deepinfer.tables.table import Table as Table

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.bootstrap import SEED, Estimate, ratio
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TextIO
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 FORMAT = "deepinfer.nano.report/1"
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from deepinfer.engine.engine import Engine
-from deepinfer.measure import provenance
-from deepinfer.measure.table import Table
+from deepinfer.tables import provenance
+from deepinfer.tables.table import Table
 from experiments.nano.texts import Document, Logits, Scored, firsts, modules, score
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.nano.calibration import Observed, errors
 from experiments.nano.drafts import Runs, accepted
 from experiments.nano.evaluation import AGREE

@@ -16,9 +16,9 @@ import torch
 
 import deepinfer as di
 from deepinfer.engine.provenance import of_engine
-from deepinfer.measure.provenance import collect
-from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
+from deepinfer.tables.provenance import collect
+from deepinfer.tables.table import Table
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.readme_tables import table
 

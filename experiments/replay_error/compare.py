@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.replay_error.files import Part, read_all
 
 TIMES = ("seconds", "fastest", "speedup")  # columns that no two runs share

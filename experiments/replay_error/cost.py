@@ -11,10 +11,10 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.params import SamplingParams
 from deepinfer.measure.replay.cost import layer_adds
 from deepinfer.measure.replay.error import plan_of
-from deepinfer.measure.table import Table
 from deepinfer.model.engram import Engram
 from deepinfer.model.stack import Layer
 from deepinfer.slots.attention import csa2
+from deepinfer.tables.table import Table
 
 # The ops of the formula that a timer of its own sees; the others are one group. The index's FLOPs are those
 # of its scores; its top-k, blocks and masks have none.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 FORMAT = "deepinfer.replay_error.part/1"
 

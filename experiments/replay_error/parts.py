@@ -11,8 +11,8 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.params import SamplingParams
 from deepinfer.measure.replay.divergence import WAYS, first_difference
 from deepinfer.measure.replay.report import ReplayReport
-from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded, Halo
+from deepinfer.tables.table import Table
 from experiments.replay_error.config import (
     Sizes,
     boxes,

@@ -19,7 +19,7 @@ import torch
 
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.provenance import of_engine
-from deepinfer.measure.provenance import collect
+from deepinfer.tables.provenance import collect
 from experiments.replay_error.config import FULL, QUICK, TINY, Sizes
 from experiments.replay_error.files import Part, read
 from experiments.replay_error.parts import PARTS

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepinfer.measure.bootstrap import over_groups
 from deepinfer.measure.replay.report import ReplayReport
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 KEPT = ("text", "group", "policy", "kl")
 

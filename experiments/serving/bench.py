@@ -20,8 +20,8 @@ import torch
 
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.provenance import of_engine
-from deepinfer.measure.provenance import collect
-from deepinfer.measure.table import Table
+from deepinfer.tables.provenance import collect
+from deepinfer.tables.table import Table
 from experiments.serving import first_token, gap, rate, setup
 
 FORMAT = "deepinfer.serving.bench/1"

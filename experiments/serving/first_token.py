@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deepinfer.engine.engine import Engine
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.serving.setup import CLOCKS, SAMPLING, Clock, prompts, spread
 
 CASES = ((256, 128), (1024, 128), (1920, 128), (1024, 512))  # (tokens of a hit, rows behind it)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.records import PHASES
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.serving.bare import BareLoop
 from experiments.serving.setup import (
     CLOCKS,

@@ -14,8 +14,8 @@ from deepinfer.measure.bootstrap import Estimate, quantile
 from deepinfer.measure.replay import fit as fitting
 from deepinfer.measure.replay.calibration import tried
 from deepinfer.measure.replay.texts import Texts
-from deepinfer.measure.table import Table
 from deepinfer.slots.replay import Bounded
+from deepinfer.tables.table import Table
 
 WINDOW = 8
 LEAST = WINDOW + DRAFTS + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.measure.bootstrap import Estimate, quantile, ratio
 from deepinfer.measure.replay.report import ReplayReport
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.replay.error import Keeps, policies
 from deepinfer.measure.replay.texts import Texts, check_count
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine, Prompts

@@ -22,8 +22,8 @@ from deepinfer.slots.replay.bounded import backtracking
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
     from deepinfer.engine.engine import Engine, Prompts
-    from deepinfer.measure.table import Table
     from deepinfer.slots.replay import Bounded
+    from deepinfer.tables.table import Table
 
 P = TypeVar("P", bound="Bounded")
 METRICS = ("kl", "dlogprob")  # of METERS those that are an error of a token, 0 at best

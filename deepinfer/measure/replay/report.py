@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer.measure.bootstrap import SEED, Estimate, over_groups, quantile
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

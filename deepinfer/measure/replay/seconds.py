@@ -12,7 +12,7 @@ import torch
 from deepinfer.engine.provenance import of_engine
 from deepinfer.measure.replay.cost import Cost, prefill_cost
 from deepinfer.measure.replay.error import Keeps, plan_of, policies
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine, Prompts

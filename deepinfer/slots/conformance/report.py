@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
@@ -48,7 +48,7 @@ class Report:
 
     def table(self) -> Table:
         """One row a law: law, status, case."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         return Table([dict(law=r.law, status=r.status, case=r.case) for r in self.results])
 

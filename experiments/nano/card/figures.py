@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.nano.card import markdown as md
 from experiments.nano.card.inputs import Results, Row, Runs
 from experiments.nano.drafts import GRAM

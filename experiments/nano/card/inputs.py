@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.nano import findings, log
 
 Row = dict[str, Any]

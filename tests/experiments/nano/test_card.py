@@ -16,7 +16,7 @@ from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.display.numbers import fmt
 from deepinfer.engine.weights import fingerprint
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.nano import card, checks, findings, plots, report, train
 from experiments.nano.card import model, training
 from experiments.nano.card.inputs import Results, read_run, read_runs

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.nano import calibration, quality, summary
 from experiments.nano.calibration import Observed
 from experiments.nano.drafts import Runs, Step, Written

@@ -8,10 +8,10 @@ from deepinfer.engine.engine import Engine
 from deepinfer.measure.replay.error import replay_error
 from deepinfer.measure.replay.passes import Passage
 from deepinfer.measure.replay.seconds import replay_seconds
-from deepinfer.measure.table import Table
 from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
+from deepinfer.tables.table import Table
 from experiments.replay_error import accelerator, compare, findings, run
 from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
 from experiments.replay_error.config import TINY, depths, keep_policies

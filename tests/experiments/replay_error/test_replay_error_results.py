@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.replay_error import findings, run, words
 from experiments.replay_error.config import FULL
 from experiments.replay_error.files import read_all

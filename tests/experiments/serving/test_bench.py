@@ -8,7 +8,7 @@ import pytest
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.timeline import Timeline
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 from experiments.serving import bench, first_token, gap, rate, setup
 from experiments.serving.bare import BareLoop
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer.measure import jsonable
-from deepinfer.measure.jsonable import Cell
+from deepinfer.tables import jsonable
+from deepinfer.tables.jsonable import Cell
 
 if TYPE_CHECKING:
     import pandas
@@ -39,7 +39,7 @@ class Table:
         title: str = "",
         provenance: Mapping[str, object] | None = None,
     ) -> None:
-        from deepinfer.measure.provenance import collect
+        from deepinfer.tables.provenance import collect
 
         rows = list(rows)
         found = tuple(dict.fromkeys(name for row in rows for name in row))

@@ -24,7 +24,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
-    from deepinfer.measure.table import Table
+    from deepinfer.tables.table import Table
 
 PADDING = -2  # the request of a row that belongs to no sequence
 
@@ -200,7 +200,7 @@ class Trace:
 
     def table(self) -> Table:
         """What was seen, one row a name: steps, rows, accepted rows, shape of a row, dtype."""
-        from deepinfer.measure.table import Table
+        from deepinfer.tables.table import Table
 
         columns = ("name", "steps", "rows", "accepted", "shape", "dtype")
         rows = []

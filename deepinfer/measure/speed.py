@@ -1,4 +1,4 @@
-"""Prefill and decode speed of a checkpoint: `python -m deepinfer.engine.bench PATH --threads 1 2`.
+"""Prefill and decode speed of a checkpoint: `python -m deepinfer.measure.speed PATH --threads 1 2`.
 
 Each figure stands beside two floors: the time to read the weights and keys a step touches once, and
 the time for its multiplications, at the rates a copy and a matrix product reach on the same threads
@@ -21,7 +21,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.provenance import of_engine
 from deepinfer.kernels.benchmark import rates
-from deepinfer.measure.table import Table
+from deepinfer.tables.table import Table
 
 PROMPT = 300
 CONTEXT = 64  # prompt tokens in front of the decode steps
