@@ -49,8 +49,8 @@ def problems(text: str) -> list[str]:
     runs = [cell.execution_count for cell in code if "nbval-skip" not in _marks(cell)]
     if runs != list(range(1, len(runs) + 1)):
         found.append(f"execution counts {runs}: run it anew with tutorials/refresh.py")
-    if not code or "di.session(seed=0)" not in code[0].source:
-        found.append("the first code cell calls di.session(seed=0)")
+    if not code or "di.notebook(seed=0)" not in code[0].source:
+        found.append("the first code cell calls di.notebook(seed=0)")
     if not any(re.search(r"\bdi\.verdict\(|^\s*assert ", cell.source, re.M) for cell in code):
         found.append("no cell asserts the claim: di.verdict(...)")
     return found
