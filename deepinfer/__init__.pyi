@@ -3,10 +3,11 @@
 from deepinfer import data as data
 from deepinfer import kernels as kernels
 from deepinfer import measure as measure
+from deepinfer.compat.llm import LLM as LLM
 from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig
+from deepinfer.conformance import check as check
 from deepinfer.engine.engine import Engine as Engine
-from deepinfer.engine.llm import LLM as LLM
 from deepinfer.engine.params import SamplingParams as SamplingParams
 from deepinfer.engine.request import Completion as Completion
 from deepinfer.engine.request import Completions as Completions
@@ -20,7 +21,6 @@ from deepinfer.slots import grammar as grammar
 from deepinfer.slots import replay as replay
 from deepinfer.slots import sampler as sampler
 from deepinfer.slots import verifier as verifier
-from deepinfer.slots.conformance import check as check
 from deepinfer.tables.table import Table as Table
 
 __version__: str

@@ -104,7 +104,7 @@ class EngineConfig(Config):
         YOCO_PREFILL_TRUNCATION_MODE are slots, not fields, and refused here where they are not 0
         and off: `di.LLM` takes them.
         """
-        from deepinfer.engine.environment import read
+        from deepinfer.compat.environment import read
 
         found = read(os.environ if environ is None else environ)
         if found.drafts:
@@ -130,7 +130,7 @@ class EngineConfig(Config):
         other text, "no" and "FALSE" too, as in DeepInfer; where such a text is read, a warning says
         so. `.to_text()` has every row and the notes whole.
         """
-        from deepinfer.engine.environment import table
+        from deepinfer.compat.environment import table
 
         return table()
 

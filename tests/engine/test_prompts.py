@@ -190,7 +190,7 @@ def test_bad_sampling_values_at_the_call(eng):
     for call in (eng.add, eng.stream, eng.astream):
         with pytest.raises(TypeError, match="params must be SamplingParams.*found dict .*keywords"):
             call(IDS, {"max_tokens": 3})
-    with pytest.raises(TypeError, match="found deepinfer.engine.llm_params.SamplingParams"):
+    with pytest.raises(TypeError, match="found deepinfer.compat.sampling_params.SamplingParams"):
         eng.add(IDS, di.LLM.SamplingParams())
     for params in ([SamplingParams()], [SamplingParams()] * 3):
         with pytest.raises(ValueError, match=f"params: {len(params)} for 2 prompts"):

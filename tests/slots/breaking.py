@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from deepinfer.slots.conformance import check
+from deepinfer.conformance import check
 
 
 class Breakers:
@@ -12,9 +12,7 @@ class Breakers:
 
     def __init__(self, slot, **options):
         self.slot, self.options, self.made = slot, options, []
-        self.laws = [
-            x.words for x in importlib.import_module(f"deepinfer.slots.conformance.{slot}").LAWS
-        ]
+        self.laws = [x.words for x in importlib.import_module(f"deepinfer.conformance.{slot}").LAWS]
 
     def breaks(self, words, shows=""):
         """Decorator: the class breaks the law beginning with `words`; its case has `shows`."""

@@ -10,8 +10,8 @@ from properties.small import LAYOUTS, small_config, small_engine
 
 import deepinfer as di
 from deepinfer.config import ModelConfig
-from deepinfer.slots.conformance import check
-from deepinfer.slots.conformance.small import engine_info
+from deepinfer.conformance import check
+from deepinfer.conformance.small import engine_info
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.registry import start
 from deepinfer.slots.replay import Bounded, Exact, Halo

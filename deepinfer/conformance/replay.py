@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
-from deepinfer.slots.conformance import prompt_run
-from deepinfer.slots.conformance.law import Law, Subject, case, expect, law
-from deepinfer.slots.conformance.small import small_config
+from deepinfer.conformance import prompt_run
+from deepinfer.conformance.law import Law, Subject, case, expect, law
+from deepinfer.conformance.small import small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay.bounded import backtracking
 

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.compat import engine_args, environment, sampling_params
 from deepinfer.config import ModelConfig
-from deepinfer.engine import environment, llm_args, llm_params, params
+from deepinfer.engine import params
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.request import Completion, Completions
 from deepinfer.engine.text import items_of, plain
@@ -102,7 +103,7 @@ class LLM:
     >>> llm.generate("def read(path):", di.LLM.SamplingParams(temperature=0))
     """
 
-    SamplingParams = llm_params.SamplingParams
+    SamplingParams = sampling_params.SamplingParams
     RequestOutput = RequestOutput
 
     def __init__(
@@ -152,17 +153,17 @@ class LLM:
             from deepinfer.checkpoint.hub import locate
 
             config = ModelConfig.from_file(locate(model))
-        chosen = llm_args.engine_keywords(given, found, config)
+        chosen = engine_args.engine_keywords(given, found, config)
         if not isinstance(model, Engine):
             if not self._own_grammar:
-                chosen["grammar"] = llm_params.NoEosFirst(config.eos_token_id)
+                chosen["grammar"] = sampling_params.NoEosFirst(config.eos_token_id)
             return Engine.from_pretrained(str(model), **chosen)
         if chosen["page_size"] is None and "page_size" not in given:
             chosen["page_size"] = model.settings.page_size
         if not self._own_grammar and type(model.slots["grammar"]) is NoGrammar:
-            chosen["grammar"] = llm_params.NoEosFirst(config.eos_token_id)
+            chosen["grammar"] = sampling_params.NoEosFirst(config.eos_token_id)
         self._own_grammar |= not isinstance(
-            chosen.get("grammar", model.slots["grammar"]), llm_params.NoEosFirst
+            chosen.get("grammar", model.slots["grammar"]), sampling_params.NoEosFirst
         )
         return model.with_(**chosen)
 
@@ -176,7 +177,7 @@ class LLM:
     def arguments() -> Table:
         """Every documented argument: its default, what it becomes here, or why it is refused.
         `.to_text()` has every row and the notes whole."""
-        return llm_args.table()
+        return engine_args.table()
 
     # ------------------------------------------------------------------------------- generation
 
@@ -217,8 +218,8 @@ class LLM:
     def _params(self, given: Any, n: int) -> list[params.SamplingParams]:
         """One di.SamplingParams per prompt. ValueError for another count, TypeError for a kind."""
         if given is None:
-            given = llm_params.SamplingParams()
-        one = isinstance(given, (llm_params.SamplingParams, params.SamplingParams))
+            given = sampling_params.SamplingParams()
+        one = isinstance(given, (sampling_params.SamplingParams, params.SamplingParams))
         want = "sampling_params is one LLM.SamplingParams or a list of them"
         each = [given] * n if one else items_of(given, want)
         if len(each) != n:
@@ -230,7 +231,7 @@ class LLM:
     def _translated(self, p: Any) -> params.SamplingParams:
         if isinstance(p, params.SamplingParams):
             return p
-        if not isinstance(p, llm_params.SamplingParams):
+        if not isinstance(p, sampling_params.SamplingParams):
             raise TypeError(
                 f"sampling_params: want LLM.SamplingParams, got {type(p).__name__} {p!r}"
             )

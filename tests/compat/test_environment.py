@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 import deepinfer as di
-from deepinfer.engine import environment
-from deepinfer.engine.environment import BY_NAME, VARIABLES, read
+from deepinfer.compat import environment
+from deepinfer.compat.environment import BY_NAME, VARIABLES, read
 
 GIB = 2**30
 # The documented table: name -> (default as it would be written, another legal value).
@@ -224,7 +224,7 @@ def test_it_is_read_at_the_call_and_kept_nowhere(monkeypatch):
 def test_importing_reads_nothing_and_torch_is_not_needed():
     code = (
         "import os, sys; os.environ['DEEPINFER_NO_SUCH_NAME'] = '1'\n"
-        "import deepinfer as di, deepinfer.engine.environment\n"
+        "import deepinfer as di, deepinfer.compat.environment\n"
         "di.EngineConfig(); di.EngineConfig.from_env({'DEEPINFER_BATCH_INVARIANT': '1'})\n"
         "assert 'torch' not in sys.modules"
     )

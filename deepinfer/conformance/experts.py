@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer import kernels
-from deepinfer.slots.conformance.law import (
+from deepinfer.conformance.law import (
     Law,
     Subject,
     case,

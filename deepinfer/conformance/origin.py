@@ -33,7 +33,7 @@ def origin(e: BaseException) -> Origin:
     frame, number = (own or frames)[-1]
     path, method = frame.f_code.co_filename, frame.f_code.co_name
     words = f"{told} ({_file(path)} line {number}, in {method})"
-    if not own and _module(frame).startswith(__package__ or "deepinfer.slots.conformance"):
+    if not own and _module(frame).startswith(__package__ or "deepinfer.conformance"):
         words = told  # the laws' own line says nothing about the object
     return Origin(words, (type(e), path, number) if own else (type(e), str(e)))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.slots.conformance.origin import origin
+from deepinfer.conformance.origin import origin
 from deepinfer.slots.protocols import EngineInfo
 from deepinfer.slots.registry import Promises, start
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.slots.conformance.law import (
+from deepinfer.conformance.law import (
     Law,
     Subject,
     case,

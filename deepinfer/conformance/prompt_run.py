@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepinfer.slots.conformance.law import generator
-from deepinfer.slots.conformance.small import DRAFTS, small_config
+from deepinfer.conformance.law import generator
+from deepinfer.conformance.small import DRAFTS, small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.slots.conformance.law import Law, Subject, case, expect, generator, law
+from deepinfer.conformance.law import Law, Subject, case, expect, generator, law
 
 LAWS: list[Law] = []
 WALKS, LONGEST = 6, 12

@@ -6,8 +6,8 @@ import pytest
 import torch
 from slots.breaking import Breakers
 
+from deepinfer.conformance import check
 from deepinfer.slots.attention import CSA2
-from deepinfer.slots.conformance import check
 from deepinfer.slots.protocols import Selected
 
 B = Breakers("attention")

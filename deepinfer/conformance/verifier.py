@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.slots.conformance.law import (
+from deepinfer.conformance.law import (
     Law,
     Subject,
     case,

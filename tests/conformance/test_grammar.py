@@ -4,7 +4,7 @@ import pytest
 import torch
 from slots.breaking import Breakers
 
-from deepinfer.slots.conformance import check
+from deepinfer.conformance import check
 
 VOCAB = [b"a", b"b", b"c", b"ab", b""]
 SPEC = ["a", "ab", "abc", "ca"]

@@ -16,8 +16,8 @@ from deepinfer import kernels
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.layer_kv import LayerKV, ring_places
 from deepinfer.config import ModelConfig
+from deepinfer.conformance.law import generator
 from deepinfer.kernels.records import Layout, Records
-from deepinfer.slots.conformance.law import generator
 from deepinfer.slots.protocols import Batch, IndexQuery, LayerInfo, RowSet, Selected
 
 PARTS = ("q", "window", "entries", "index_keys", "index_query", "index_weights")

@@ -7,9 +7,9 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.slots.conformance.law import Broken, Law, Subject
-from deepinfer.slots.conformance.origin import origin
-from deepinfer.slots.conformance.report import FAILED, NOT_RUN, OK, Report, Result
+from deepinfer.conformance.law import Broken, Law, Subject
+from deepinfer.conformance.origin import origin
+from deepinfer.conformance.report import FAILED, NOT_RUN, OK, Report, Result
 from deepinfer.slots.registry import PROTOCOLS, promises, registry, slot_of
 from deepinfer.slots.signatures import mismatches
 
@@ -55,7 +55,7 @@ def check(
     if isinstance(obj, type):
         obj = registry(slot)._make(obj)
     wrong = mismatches(obj, PROTOCOLS[slot])
-    laws = importlib.import_module(f"deepinfer.slots.conformance.{slot}").LAWS
+    laws = importlib.import_module(f"deepinfer.conformance.{slot}").LAWS
     laws = laws if only is None else _chosen(laws, only, slot)
     if wrong:
         results = [Result(FITS, FAILED, "; ".join(wrong))]
@@ -110,7 +110,7 @@ def _run(law: Law, subject: Subject) -> tuple[Result, Exception | None]:
 
 
 def _subject(obj: Any, slot: str, config: ModelConfig | None, options: dict[str, Any]) -> Subject:
-    from deepinfer.slots.conformance.small import DRAFTS, engine_info, small_config
+    from deepinfer.conformance.small import DRAFTS, engine_info, small_config
 
     told = small_config() if config is None or slot in ("attention", "sampler") else config
     if slot == "verifier" and config is None:  # a drafter that proposes as many as are asked for

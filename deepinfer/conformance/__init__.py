@@ -10,7 +10,7 @@ prompt_run.py    a small model that runs a prompt by a plan, for the replay laws
 walk.py       a small layer stack's worth of keys, for the attention laws     small.py    its model
 """
 
-from deepinfer.slots.conformance.check import check
-from deepinfer.slots.conformance.report import ConformanceError, Report, Result
+from deepinfer.conformance.check import check
+from deepinfer.conformance.report import ConformanceError, Report, Result
 
 __all__ = ["ConformanceError", "Report", "Result", "check"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from slots.breaking import Breakers
 
-from deepinfer.slots.conformance import check
+from deepinfer.conformance import check
 from deepinfer.slots.protocols import Accepted, Dist, Draft, Sampled
 from deepinfer.slots.verifier import BaseVerifier, Fixed
 

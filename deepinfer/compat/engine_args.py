@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.compat import environment
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine import environment
 from deepinfer.engine.keywords import NEAR
 from deepinfer.engine.runtime import DEFAULT_MODEL_LEN
 from deepinfer.engine.scheduler import DecodeOrder

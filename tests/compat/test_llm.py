@@ -11,10 +11,10 @@ from engine.pool import check_empty
 
 import deepinfer as di
 from deepinfer.checkpoint.tiny import write_tiny
-from deepinfer.engine import llm_args
+from deepinfer.compat import engine_args
+from deepinfer.compat.llm import LLM, Outputs, RequestOutput
+from deepinfer.compat.sampling_params import NO_EOS_FIRST, NoEosFirst
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.llm import LLM, Outputs, RequestOutput
-from deepinfer.engine.llm_params import NO_EOS_FIRST, NoEosFirst
 from deepinfer.engine.scheduler import FCFS, DecodeOrder
 from deepinfer.slots.grammar import NoGrammar
 
@@ -364,8 +364,8 @@ OTHER = dict(
 
 
 def test_arguments_and_defaults_are_the_documented_ones():
-    assert {a.name: a.default for a in llm_args.ARGUMENTS} == DOCUMENTED
-    assert len(llm_args.ARGUMENTS) == len(DOCUMENTED)
+    assert {a.name: a.default for a in engine_args.ARGUMENTS} == DOCUMENTED
+    assert len(engine_args.ARGUMENTS) == len(DOCUMENTED)
     assert [(p.name, p.default) for p in inspect.signature(LLM).parameters.values()][1:-1] == [
         ("tokenizer", None),
         ("trust_remote_code", False),
@@ -390,7 +390,7 @@ def test_every_default_may_be_written_out(eng):
 
 
 def test_every_argument_is_used_or_refused():
-    used = {a.name for a in llm_args.ARGUMENTS if a.used}
+    used = {a.name for a in engine_args.ARGUMENTS if a.used}
     assert used | set(OTHER) | {"trust_remote_code"} == {*DOCUMENTED, "tokenizer"}
 
 
@@ -476,11 +476,11 @@ def test_unknown_arguments(eng):
 
 
 def test_overlap_is_on_unless_something_says_otherwise(eng):
-    asked = dict(given={}, found=llm_args.environment.Found(), config=eng.config)
-    assert llm_args.engine_keywords(**asked)["overlap"] is True
-    assert llm_args.engine_keywords(**asked | {"given": {"overlap": False}})["overlap"] is False
-    found = llm_args.environment.Found({"overlap": False})
-    assert llm_args.engine_keywords(**asked | {"found": found})["overlap"] is False
+    asked = dict(given={}, found=engine_args.environment.Found(), config=eng.config)
+    assert engine_args.engine_keywords(**asked)["overlap"] is True
+    assert engine_args.engine_keywords(**asked | {"given": {"overlap": False}})["overlap"] is False
+    found = engine_args.environment.Found({"overlap": False})
+    assert engine_args.engine_keywords(**asked | {"found": found})["overlap"] is False
 
 
 def test_the_environment_is_read_when_it_is_made(eng, monkeypatch):

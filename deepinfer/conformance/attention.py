@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deepinfer.slots.attention.csa2 import CSA2
-from deepinfer.slots.conformance.law import (
+from deepinfer.conformance.law import (
     Law,
     Subject,
     case,
@@ -20,7 +19,8 @@ from deepinfer.slots.conformance.law import (
     show,
     untouched,
 )
-from deepinfer.slots.conformance.walk import World, walk
+from deepinfer.conformance.walk import World, walk
+from deepinfer.slots.attention.csa2 import CSA2
 from deepinfer.slots.protocols import KVSpec
 from deepinfer.slots.registry import start
 

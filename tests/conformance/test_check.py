@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import deepinfer as di
+from deepinfer.conformance import ConformanceError, check
 from deepinfer.slots.attention import CSA2
-from deepinfer.slots.conformance import ConformanceError, check
 from deepinfer.slots.protocols import Selected
 from deepinfer.slots.registry import REGISTRIES
 from deepinfer.slots.sampler import Philox
