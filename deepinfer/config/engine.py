@@ -32,7 +32,7 @@ class EngineConfig(Config):
     nothing.
     keep_quantised: hold FP8 and FP4 weights as they are stored (1x memory, widened at each use)
     instead of in dtype. kernels: {op: implementation}. scheduler: 'fcfs', 'decode_order',
-    'mixed', or a class or instance of your own (`deepinfer.engine.scheduler`).
+    'mixed', or a class or instance of your own (`deepinfer.engine.scheduling.scheduler`).
     """
 
     _section: ClassVar[str] = "EngineConfig"

@@ -17,7 +17,7 @@ from deepinfer.engine.launch import require_rows
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Share
+from deepinfer.engine.scheduling.scheduler import Share
 
 
 def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deepinfer import kernels
 from deepinfer.config import EngineConfig
-from deepinfer.engine import opening, scheduler, teacher, weights
+from deepinfer.engine import opening, teacher, weights
+from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.background import InBackground
 from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.loop import Loop

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Ahead, Request
-from deepinfer.engine.scheduler import Share
+from deepinfer.engine.scheduling.scheduler import Share
 
 if TYPE_CHECKING:
     from deepinfer.engine.crossings import Crossings

@@ -20,7 +20,7 @@ from deepinfer.engine.drafts import held_draft
 from deepinfer.engine.flight import Flight, surely_last, take_off
 from deepinfer.engine.resolve import Emitters, ask_budget, decode_rows, known_rows
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Schedule, Share
+from deepinfer.engine.scheduling.scheduler import Schedule, Share
 from deepinfer.engine.step import Plan
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.results import expect

@@ -18,7 +18,7 @@ from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Schedule, require_runnable
+from deepinfer.engine.scheduling.scheduler import Schedule, require_runnable
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from deepinfer.engine.flight import Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Schedule
+from deepinfer.engine.scheduling.scheduler import Schedule
 from deepinfer.slots import registry
 
 ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch

@@ -23,7 +23,7 @@ from deepinfer.engine.drafts import held_draft
 from deepinfer.engine.flight import Carried, Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduler import Share
+from deepinfer.engine.scheduling.scheduler import Share
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
 from deepinfer.slots.results import expect
 

@@ -16,12 +16,12 @@ from deepinfer import kernels
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine import scheduler
+from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.device import make_device
 from deepinfer.engine.device_clock import device_clock
 from deepinfer.engine.keeping import tail_ends
 from deepinfer.engine.reuse import Reuse, snapshot_bytes
-from deepinfer.engine.room import Room
+from deepinfer.engine.scheduling.resources import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops

@@ -28,8 +28,8 @@ from deepinfer.engine.records import HostLane, RequestRecord, StepRecord, Tally,
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
-    from deepinfer.engine.room import Room
-    from deepinfer.engine.scheduler import Share
+    from deepinfer.engine.scheduling.resources import Room
+    from deepinfer.engine.scheduling.scheduler import Share
     from deepinfer.engine.timeline import Timeline
     from deepinfer.tables.table import Table
 

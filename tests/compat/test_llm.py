@@ -15,7 +15,7 @@ from deepinfer.compat import engine_args
 from deepinfer.compat.llm import LLM, Outputs, RequestOutput
 from deepinfer.compat.sampling_params import NO_EOS_FIRST, NoEosFirst
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.scheduler import FCFS, DecodeOrder
+from deepinfer.engine.scheduling.scheduler import FCFS, DecodeOrder
 from deepinfer.slots.grammar import NoGrammar
 
 P = di.LLM.SamplingParams

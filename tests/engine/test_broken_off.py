@@ -14,7 +14,7 @@ from engine.pool import check_empty
 
 from deepinfer.engine import commit
 from deepinfer.engine.flight import Ahead
-from deepinfer.engine.scheduler import FCFS, Schedule, Share
+from deepinfer.engine.scheduling.scheduler import FCFS, Schedule, Share
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

@@ -223,7 +223,7 @@ def test_pages_come_one_by_one():
 
 
 def test_giving_way_may_end_a_request():
-    from deepinfer.engine.scheduler import FCFS
+    from deepinfer.engine.scheduling.scheduler import FCFS
 
     eng = engine(num_pages=6, scheduler=FCFS(stop_preempted=True))
     out = eng.generate(PROMPTS, PARAMS)

@@ -8,7 +8,7 @@ from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.engine.provenance import of_engine
-from deepinfer.engine.scheduler import DecodeOrder
+from deepinfer.engine.scheduling.scheduler import DecodeOrder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from engine.pool import check_empty
 from properties.small import small_engine, stream
 
 import deepinfer as di
-from deepinfer.engine.scheduler import FCFS, Mixed
+from deepinfer.engine.scheduling.scheduler import FCFS, Mixed
 
 PROMPT = stream(5, 30, high=90)
 

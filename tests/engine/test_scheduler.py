@@ -16,8 +16,8 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.request import Request, TokenStep
-from deepinfer.engine.room import Room
-from deepinfer.engine.scheduler import (
+from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.scheduling.scheduler import (
     FCFS,
     SCHEDULERS,
     DecodeOrder,
@@ -27,7 +27,7 @@ from deepinfer.engine.scheduler import (
     require_runnable,
 )
 from deepinfer.engine.stats import Stats
-from deepinfer.engine.votes import DataParallel, DataParallelVotes
+from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
 from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)

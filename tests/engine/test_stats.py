@@ -15,7 +15,7 @@ from deepinfer.engine import records as records_module
 from deepinfer.engine import stats as stats_module
 from deepinfer.engine.records import PHASES, Tally, percentile
 from deepinfer.engine.request import Request
-from deepinfer.engine.scheduler import Share
+from deepinfer.engine.scheduling.scheduler import Share
 from deepinfer.engine.stats import Stats
 
 ROOM = SimpleNamespace(

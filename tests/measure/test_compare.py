@@ -307,7 +307,7 @@ def test_what_a_trace_edits_counts_in_the_copy_too(engine):
 
 
 def test_its_tables_say_every_setting_of_every_engine(engine):
-    b = engine.with_(scheduler=di.engine.scheduler.Mixed(max_context=99), fidelity=0)
+    b = engine.with_(scheduler=di.engine.scheduling.scheduler.Mixed(max_context=99), fidelity=0)
     got = di.compare(engine, {"mixed": b}, PROMPTS[:1], continuation=2)
     for table in (got.table(), got.per_prompt, got.per_token, got.speed()):
         assert table.provenance["settings"]["scheduler"] == "fcfs"

@@ -9,7 +9,7 @@ the request with the longest output gives way: it loses pages and slot, waits in
 that never ran, and its prompt and output are computed again (DeepInfer 0.1.0, csrc/engine/
 scheduler.hpp: the comment says the shortest, the code takes the longest).
 
-    class Mine(di.engine.scheduler.FCFS): ...      eng.with_(scheduler=Mine())
+    class Mine(di.engine.scheduling.scheduler.FCFS): ...      eng.with_(scheduler=Mine())
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
-from deepinfer.engine.room import Room
+from deepinfer.engine.scheduling.resources import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ def resolve(value: Any, max_context: int | None = None) -> SchedulerProtocol:
     if missing:
         raise TypeError(
             f"scheduler={value!r}: want a name ({', '.join(SCHEDULERS)}), a class or an instance; a "
-            f"{type(value).__name__} has no {', '.join(missing)} (subclass deepinfer.engine.scheduler.FCFS)"
+            f"{type(value).__name__} has no {', '.join(missing)} (subclass deepinfer.engine.scheduling.scheduler.FCFS)"
         )
     return value if max_context is None else _with_context(value, max_context)
 
@@ -327,7 +327,7 @@ def _with_context(scheduler: Any, max_context: int) -> SchedulerProtocol:
     if not hasattr(scheduler, "max_context"):
         raise ValueError(
             f"max_context={max_context}: scheduler={scheduler!r} has no max_context; leave it out, or "
-            "subclass deepinfer.engine.scheduler.FCFS"
+            "subclass deepinfer.engine.scheduling.scheduler.FCFS"
         )
     if scheduler.max_context not in (None, max_context):
         raise ValueError(
