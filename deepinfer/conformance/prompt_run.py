@@ -111,7 +111,7 @@ def _tail(start: int, length: int, pages: list[int], plan: ReplayPlan | None) ->
 def _run(
     start: int, stop: int, pages: list[int], state: int, plan: ReplayPlan | None = None
 ) -> Tensor:
-    from deepinfer.engine.batch import Work, build
+    from deepinfer.engine.step.batch import Work, build
 
     rt, ids = runtime(), _ids()
     work = Work(ids[start:stop], start, ids[max(start - 3, 0) : start], pages, state, plan)
@@ -121,7 +121,7 @@ def _run(
 
 def _drafts(length: int, state: int, plan: ReplayPlan | None) -> Tensor:
     """[DRAFTS, v] of the drafter's block behind a prompt, before it knows of its own tokens."""
-    from deepinfer.engine.batch import Work, build
+    from deepinfer.engine.step.batch import Work, build
 
     rt, drafter = runtime(), runtime().model.drafter
     work = Work(_ids()[length : length + 1], length, state=state, plan=plan, logits="none")

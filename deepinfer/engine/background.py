@@ -30,7 +30,7 @@ from deepinfer.engine.turns import Turns, in_turn
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
-    from deepinfer.engine.loop import Loop
+    from deepinfer.engine.step.loop import Loop
 
 _LIVE: weakref.WeakSet[Background] = weakref.WeakSet()
 

@@ -16,7 +16,7 @@ from deepinfer.engine import opening, teacher, weights
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.background import InBackground
 from deepinfer.engine.keywords import Kept, completes
-from deepinfer.engine.loop import Loop
+from deepinfer.engine.step.loop import Loop
 from deepinfer.engine.params import (
     FORKED,
     SAMPLING,

@@ -20,7 +20,7 @@ from deepinfer.slots.protocols import SLOTS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from deepinfer.engine.loop import Loop
+    from deepinfer.engine.step.loop import Loop
     from deepinfer.engine.request import Request
     from deepinfer.tables.table import Table
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.bootstrap import Estimate

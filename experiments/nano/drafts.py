@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import deepinfer as di
-from deepinfer.engine.drafts import held_draft
+from deepinfer.engine.step.speculation import held_draft
 from deepinfer.engine.engine import Engine
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
 from experiments.nano import fast
 from experiments.nano.findings import Finding

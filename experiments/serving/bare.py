@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.protocols import RowKeys, RowParams, RowSet
 

@@ -18,7 +18,7 @@ from properties.small import (
 
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.snapshots import Snapshot, as_stored, held
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.slots.protocols import KVSpec
 from deepinfer.slots.verifier import Fixed
 

@@ -12,7 +12,7 @@ import deepinfer as di
 from deepinfer import kernels
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.tiny import tiny_checkpoint
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.stack import Model
 from deepinfer.slots.attention import CSA2

@@ -16,7 +16,7 @@ from engine.pool import check, check_empty
 from properties.small import DRAFTS, small_engine, stream
 from properties.test_replay_plans import Twice
 
-from deepinfer.engine.broken_rows import NONE, BrokenRows
+from deepinfer.engine.step.non_finite import NONE, BrokenRows
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.experts import Local

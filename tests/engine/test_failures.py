@@ -7,7 +7,7 @@ import torch
 from engine.pool import check, check_empty
 from properties.small import small_engine, stream
 
-from deepinfer.engine import commit
+from deepinfer.engine.step.execute import commit
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed

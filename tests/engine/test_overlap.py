@@ -9,8 +9,11 @@ from engine.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, sam
 from engine.pool import check, check_empty
 from properties.small import small_engine
 
-from deepinfer.engine import commit, launch, overlap, step
-from deepinfer.engine.flight import Flight
+from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step.execute import launch
+from deepinfer.engine.step.execute import overlap
+from deepinfer.engine.step.execute import execute
+from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.params import SamplingParams
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
@@ -223,7 +226,7 @@ def test_nobody_runs_behind_its_last_token(knowing):
 
 def test_rows_behind_the_pages_of_a_sequence_are_padding(knowing, monkeypatch):
     """Every draft is right, so the device is as far behind the end as it can be."""
-    whole, cut = step.resolve, []
+    whole, cut = execute.resolve, []
 
     def resolve(rt, d, before):
         batch, emitting = whole(rt, d, before)
@@ -233,7 +236,7 @@ def test_rows_behind_the_pages_of_a_sequence_are_padding(knowing, monkeypatch):
         cut.append(batch.num_rows - int(there.sum()))
         return batch, emitting
 
-    monkeypatch.setattr(step, "resolve", resolve)
+    monkeypatch.setattr(execute, "resolve", resolve)
     knowing.right = 5
     eng = engine(verifier=Fixed(5), page_size=2)
     same(eng.generate(PROMPTS, PARAMS), serial())

@@ -12,7 +12,7 @@ from engine.overlapped import Half
 from engine.pool import check, check_empty
 
 import deepinfer as di
-from deepinfer.engine import launch
+from deepinfer.engine.step.execute import launch
 from deepinfer.engine.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

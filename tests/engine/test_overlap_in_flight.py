@@ -11,7 +11,7 @@ from engine.pool import check, check_empty
 from engine.test_legal import Cycle
 from properties.small import small_engine
 
-from deepinfer.engine import commit
+from deepinfer.engine.step.execute import commit
 from deepinfer.engine.device import WorkerDevice
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.verifier import Fixed

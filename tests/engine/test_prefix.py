@@ -17,7 +17,7 @@ from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stre
 from properties.test_serving import Unlucky, interrupted
 
 from deepinfer.cache.prefix import ImageSpan
-from deepinfer.engine import commit
+from deepinfer.engine.step.execute import commit
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.experts import Local

@@ -9,7 +9,7 @@ import torch
 from properties.small import poison
 
 import deepinfer as di
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
 from deepinfer.model.context import last_rows_places
 

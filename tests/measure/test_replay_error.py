@@ -190,7 +190,7 @@ def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng, repo
     """Block by block through an engine's cache: prefill by the plan, decode, the drafter's states."""
     from properties.serial import Place
 
-    from deepinfer.engine.batch import Work, build
+    from deepinfer.engine.step.batch import Work, build
 
     ids, plan = TEXTS[0][:-1], plan_of(eng.with_(replay=POLICIES[name]), name, PROMPT, 0)
     rt = eng.with_(verifier="fixed", replay=POLICIES[name]).runtime

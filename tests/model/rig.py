@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer import kernels
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.model.context import ForwardContext
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.experts import Local

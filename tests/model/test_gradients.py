@@ -13,7 +13,7 @@ from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_config
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 from deepinfer.model.engram_hash import table_rows
 from deepinfer.model.stack import Model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model.rig import Seen, context
 
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 from deepinfer.model import mhc
 from deepinfer.slots.protocols import Rows
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from model.rig import Seen, context
 
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 
 N = 150  # past the window (128) and past what all candidate blocks hold (128)
 

@@ -14,7 +14,7 @@ import torch
 from properties.small import DRAFTS
 from torch import Tensor
 
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
 from deepinfer.slots.protocols import Batch, RowSet
 

@@ -17,7 +17,7 @@ from properties.small import DRAFTS, small_engine, stream
 from properties.test_bounded_replay import IDS, KEEP, TOKENS, close, tm
 
 import deepinfer as di
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.slots.verifier import Fixed

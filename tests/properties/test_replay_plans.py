@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from properties.serial import TOLERANCE, Place, block, forward, state_rows, stored
 from properties.small import DRAFTS, WINDOW, poison, small_engine, stream
 
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.replay.passes import Pass

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_state
-from deepinfer.engine.batch import Work
+from deepinfer.engine.step.batch import Work
 from deepinfer.engine.engine import Engine
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
@@ -87,7 +87,7 @@ def test_slots_against_a_loop_over_an_engines_cache(model, fidelity):
 @torch.no_grad()
 def in_cache(engine, row, a):
     """[(logits [v], score)] of the block behind row[: a+1], its Markov head fed with the text."""
-    from deepinfer.engine.batch import build
+    from deepinfer.engine.step.batch import build
 
     rt, drafter = engine.runtime, engine.model.drafter
     with Sequence(engine, len(row)) as sequence:

@@ -1,7 +1,7 @@
 """Launch: the host's part of a step, from a schedule to work that is queued on the device.
 
 What the host knows of the rows goes into a `Plan`; each request is ahead by what the step may bring
-it (`take_off`); the rest is `step.compute`, which knows the step before.
+it (`take_off`); the rest is `execute.compute`, which knows the step before.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import partial
 
 import torch
 
-from deepinfer.engine import step
-from deepinfer.engine.batch import Work, build
-from deepinfer.engine.broken_rows import BrokenRows
+from deepinfer.engine.step.execute import execute
+from deepinfer.engine.step.batch import Work, build
+from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.device import put
-from deepinfer.engine.drafts import held_draft
-from deepinfer.engine.flight import Flight, surely_last, take_off
-from deepinfer.engine.resolve import Emitters, ask_budget, decode_rows, known_rows
+from deepinfer.engine.step.speculation import held_draft
+from deepinfer.engine.step.in_flight import Flight, surely_last, take_off
+from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Schedule, Share
-from deepinfer.engine.step import Plan
+from deepinfer.engine.step.execute import Plan
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.results import expect
 
@@ -40,7 +40,7 @@ def launch(
     for share, drafts in zip(flight.shares, most):
         take_off(share, drafts, flight.step)
     stats.turn(record, rt.device.host_phase)
-    flight.job = rt.device.launch(partial(step.compute, rt, plan, flight, before))
+    flight.job = rt.device.launch(partial(execute.compute, rt, plan, flight, before))
 
 
 def prepare(

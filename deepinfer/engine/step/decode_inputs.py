@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine.batch import Work, build
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.device import put
-from deepinfer.engine.drafts import held_draft
-from deepinfer.engine.flight import Carried, Flight
+from deepinfer.engine.step.speculation import held_draft
+from deepinfer.engine.step.in_flight import Carried, Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Share

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine import commit, launch, overlap, teacher
-from deepinfer.engine.flight import Flight
+from deepinfer.engine import teacher
+from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step.execute import launch
+from deepinfer.engine.step.execute import overlap
+from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Prefix, Request

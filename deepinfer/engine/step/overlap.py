@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deepinfer.engine.flight import Flight
+from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Schedule

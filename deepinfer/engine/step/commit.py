@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from deepinfer.engine.broken_rows import NONE
-from deepinfer.engine.drafts import HeldDraft
-from deepinfer.engine.flight import Flight, Outcome
-from deepinfer.engine.launch import require_rows
+from deepinfer.engine.step.non_finite import NONE
+from deepinfer.engine.step.speculation import HeldDraft
+from deepinfer.engine.step.in_flight import Flight, Outcome
+from deepinfer.engine.step.launch import require_rows
 from deepinfer.engine.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
