@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
 from deepinfer.engine.provenance import facts_of
-from deepinfer.engine.reuse import CacheReport
+from deepinfer.engine.prefix.manager import CacheReport
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.text import check_unicode

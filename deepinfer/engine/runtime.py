@@ -19,8 +19,8 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.device import make_device
 from deepinfer.engine.device_clock import device_clock
-from deepinfer.engine.keeping import tail_ends
-from deepinfer.engine.reuse import Reuse, snapshot_bytes
+from deepinfer.engine.prefix.snapshot_policy import tail_ends
+from deepinfer.engine.prefix.manager import Reuse, snapshot_bytes
 from deepinfer.engine.scheduling.resources import Room
 from deepinfer.engine.stats import Stats
 from deepinfer.engine.weights import require

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from properties.small import small_engine, stream
 
 from deepinfer.cache.prefix import SnapshotStore
-from deepinfer.engine.keeping import Keeping
+from deepinfer.engine.prefix.snapshot_policy import Keeping
 from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.engine.request import Request
-from deepinfer.engine.reuse import Reuse, Start
+from deepinfer.engine.prefix.manager import Reuse, Start
 from deepinfer.engine.stats import Stats
 
 

@@ -18,7 +18,7 @@ from deepinfer.engine.request import Ahead, Request
 from deepinfer.engine.scheduling.scheduler import Share
 
 if TYPE_CHECKING:
-    from deepinfer.engine.crossings import Crossings
+    from deepinfer.engine.prefix.snapshot_capture import Crossings
     from deepinfer.slots.protocols import Dist
 
 

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 
 from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
 from deepinfer.cache.snapshots import Snapshot, held, rows_at
-from deepinfer.engine.crossings import Crossings
-from deepinfer.engine.keeping import Keeping
+from deepinfer.engine.prefix.snapshot_capture import Crossings
+from deepinfer.engine.prefix.snapshot_policy import Keeping
 from deepinfer.engine.request import Request
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
