@@ -10,7 +10,7 @@ from deepinfer.display import html
 from deepinfer.display.numbers import counted, fmt
 
 if TYPE_CHECKING:
-    from deepinfer.engine.timeline import Span, Timeline
+    from deepinfer.engine.stats.timeline import Span, Timeline
 
 SHOWN_STEPS = 24  # the last ones; what is hidden is said
 TEXT_WIDTH = 100  # characters of a lane
@@ -100,7 +100,7 @@ def timeline_html(t: Timeline, seconds: float | None = None) -> html.Html:
 def busy_and_gaps(t: Timeline) -> list[Span]:
     """The device lane without holes: its work, and between it idle stretches (one a gap, whatever
     the host did meanwhile), pauses, and work for steps that were cut off."""
-    from deepinfer.engine.timeline import NOTHING, OTHERS
+    from deepinfer.engine.stats.timeline import NOTHING, OTHERS
 
     out: list[Span] = []
     gaps = [g if g.what in (NOTHING, OTHERS) else g._replace(what="idle") for g in t.gaps]
@@ -125,7 +125,7 @@ def turns(t: Timeline) -> list[Span]:
 def long_pauses(t: Timeline) -> list[Span]:
     """Pauses without work, and stretches in which the engine was not called, that would leave
     little width for the rest."""
-    from deepinfer.engine.timeline import NOTHING, OUTSIDE
+    from deepinfer.engine.stats.timeline import NOTHING, OUTSIDE
 
     quiet = [g for g in t.gaps if g.what in (NOTHING, OUTSIDE)]
     rest = t.span - sum(g.seconds for g in quiet)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.engine.device_clock import DeviceClock
+from deepinfer.engine.stats.device_clock import DeviceClock
 
 
 class Job:

@@ -11,7 +11,7 @@ from deepinfer.engine import weights
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.prefix.manager import CacheReport
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.stats import Stats
+from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.text import check_unicode
 from deepinfer.engine.turns import Turns, in_turn
 from deepinfer.slots import registry

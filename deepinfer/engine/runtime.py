@@ -18,11 +18,11 @@ from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.device import make_device
-from deepinfer.engine.device_clock import device_clock
+from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.prefix.snapshot_policy import tail_ends
 from deepinfer.engine.prefix.manager import Reuse, snapshot_bytes
 from deepinfer.engine.scheduling.resources import Room
-from deepinfer.engine.stats import Stats
+from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, RowCheck, Tap, WindowSink

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deepinfer.engine.device import SimulatedDevice
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.timeline import NOTHING, Timeline
+from deepinfer.engine.stats.timeline import NOTHING, Timeline
 from deepinfer.tables.table import Table
 from experiments.serving.setup import CONTEXT, SAMPLING, begin, end, prompts, spread
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.records import PHASES
+from deepinfer.engine.stats.records import PHASES
 from deepinfer.tables.table import Table
 from experiments.serving.bare import BareLoop
 from experiments.serving.setup import (

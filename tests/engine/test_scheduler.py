@@ -26,7 +26,7 @@ from deepinfer.engine.scheduling.scheduler import (
     Share,
     require_runnable,
 )
-from deepinfer.engine.stats import Stats
+from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
 from deepinfer.slots.verifier import Fixed
 

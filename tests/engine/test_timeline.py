@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 import deepinfer as di
 from deepinfer.display import timeline as shown
-from deepinfer.engine.records import StepRecord
-from deepinfer.engine.timeline import NOTHING, OUTSIDE, Timeline
+from deepinfer.engine.stats.records import StepRecord
+from deepinfer.engine.stats.timeline import NOTHING, OUTSIDE, Timeline
 
 durations = st.integers(0, 9)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.engine.request import Request
 from deepinfer.engine.prefix.manager import Reuse, Start
-from deepinfer.engine.stats import Stats
+from deepinfer.engine.stats.stats import Stats
 
 
 @dataclass(frozen=True)

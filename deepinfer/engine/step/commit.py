@@ -14,7 +14,7 @@ from deepinfer.engine.step.non_finite import NONE
 from deepinfer.engine.step.speculation import HeldDraft
 from deepinfer.engine.step.in_flight import Flight, Outcome
 from deepinfer.engine.step.launch import require_rows
-from deepinfer.engine.records import StepRecord
+from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Share

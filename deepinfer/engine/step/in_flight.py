@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deepinfer.engine.records import StepRecord
+from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.request import Ahead, Request
 from deepinfer.engine.scheduling.scheduler import Share
 

@@ -18,7 +18,7 @@ from deepinfer.engine.step.execute import launch
 from deepinfer.engine.step.execute import overlap
 from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.params import SamplingParams
-from deepinfer.engine.records import StepRecord
+from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Schedule, require_runnable

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.records import StepRecord
-from deepinfer.engine.timeline import Timeline
+from deepinfer.engine.stats.records import StepRecord
+from deepinfer.engine.stats.timeline import Timeline
 from deepinfer.tables.table import Table
 from experiments.serving import bench, first_token, gap, rate, setup
 from experiments.serving.bare import BareLoop

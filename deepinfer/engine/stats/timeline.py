@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepinfer.engine.records import StepRecord
+from deepinfer.engine.stats.records import StepRecord
 
 if TYPE_CHECKING:
     from deepinfer.tables.table import Table

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.display.numbers import counted as number_of
 from deepinfer.display.numbers import fmt
-from deepinfer.engine.records import PHASES, RequestRecord, StepRecord, percentile
+from deepinfer.engine.stats.records import PHASES, RequestRecord, StepRecord, percentile
 
 if TYPE_CHECKING:
-    from deepinfer.engine.stats import Stats
+    from deepinfer.engine.stats.stats import Stats
     from deepinfer.tables.table import Table
 
 FORMAT = "deepinfer.Stats/1"

@@ -22,15 +22,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.engine import stats_tables
-from deepinfer.engine.device_clock import DeviceClock
-from deepinfer.engine.records import HostLane, RequestRecord, StepRecord, Tally, percentile
+from deepinfer.engine.stats.stats import tables
+from deepinfer.engine.stats.device_clock import DeviceClock
+from deepinfer.engine.stats.records import HostLane, RequestRecord, StepRecord, Tally, percentile
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
     from deepinfer.engine.scheduling.resources import Room
     from deepinfer.engine.scheduling.scheduler import Share
-    from deepinfer.engine.timeline import Timeline
+    from deepinfer.engine.stats.timeline import Timeline
     from deepinfer.tables.table import Table
 
 HELD_STEPS = 4096  # about 4 MB of records
@@ -316,52 +316,52 @@ class Stats:
 
     def table(self) -> Table:
         """name, value: every counter; nothing that a clock said."""
-        return stats_tables.counters(self)
+        return tables.counters(self)
 
     def drafts(self) -> Table:
         """A row a draft depth, 1 first: verified, accepted, and of the verified the share that was
         accepted (acceptance) and the one that the drafter expected (survival)."""
-        return stats_tables.drafts(self)
+        return tables.drafts(self)
 
     def times(self, last: int = 100) -> Table:
         """name, unit, all: since the beginning, last: of the last `last` steps that are held."""
-        return stats_tables.times(self, last)
+        return tables.times(self, last)
 
     def latencies(self) -> Table:
         """name, count, mean, p50, p90, p99, max of finished requests, in milliseconds. ITL is the
         time between two emissions of a request. Percentiles: of those held; the rest: of all."""
-        return stats_tables.latencies(self)
+        return tables.latencies(self)
 
     def by_step(self, *, times: bool = True) -> Table:
         """A row a step that is held; times=False leaves out what a clock said."""
-        return stats_tables.rows(self, list(self.step_records), times, "step")
+        return tables.rows(self, list(self.step_records), times, "step")
 
     def by_request(self, *, times: bool = True) -> Table:
         """A row a finished request that is held, as they finished; `request` is the id that `add`
         returned; times as of `by_step`."""
-        return stats_tables.rows(self, list(self.request_records), times, "request")
+        return tables.rows(self, list(self.request_records), times, "request")
 
     def timeline(self, last: int | None = None) -> Timeline:
         """The lanes of the last steps (None: of all that are held)."""
-        from deepinfer.engine.timeline import Timeline
+        from deepinfer.engine.stats.timeline import Timeline
 
         whole = Timeline(list(self.step_records), facts=self.facts)
         return whole if last is None else whole[max(len(whole) - last, 0) :]
 
     def line(self, last: int = 100) -> str:
         """One line for a log: speeds of the last steps, what runs and waits, drafts, hits."""
-        return stats_tables.line(self, last)
+        return tables.line(self, last)
 
     def json(self) -> dict[str, Any]:
         """Totals, steps and requests as plain dicts and lists; times in seconds."""
-        return stats_tables.as_dict(self)
+        return tables.as_dict(self)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """`json()` as text, also written to a file where one is named."""
-        return stats_tables.as_json(self, path)
+        return tables.as_json(self, path)
 
     def __repr__(self) -> str:
-        return stats_tables.as_text(self)
+        return tables.as_text(self)
 
     def _repr_html_(self) -> str:
-        return stats_tables.as_html(self)
+        return tables.as_html(self)
