@@ -8,9 +8,9 @@ from deepinfer.display import html
 from deepinfer.display.numbers import counted
 
 if TYPE_CHECKING:
-    from deepinfer.engine.background import Background
+    from deepinfer.engine.background.background import Background
     from deepinfer.engine.request import Request
-    from deepinfer.engine.running import Running
+    from deepinfer.engine.background.handle import Running
 
 SHOWN_REQUESTS = 20
 SHOWN_CHARACTERS = 60

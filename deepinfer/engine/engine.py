@@ -14,7 +14,7 @@ from deepinfer import kernels
 from deepinfer.config import EngineConfig
 from deepinfer.engine import opening, teacher, weights
 from deepinfer.engine.scheduling import scheduler
-from deepinfer.engine.background import InBackground
+from deepinfer.engine.background.background import InBackground
 from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.step.loop import Loop
 from deepinfer.engine.params import (
@@ -44,7 +44,7 @@ from deepinfer.engine.settings import (
     split_settings,
 )
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
-from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 

@@ -13,7 +13,7 @@ from deepinfer.engine.prefix.manager import CacheReport
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.text import check_unicode
-from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 

@@ -18,7 +18,7 @@ from properties.small import small_engine, stream
 import deepinfer as di
 from deepinfer.engine.device import SimulatedDevice
 from deepinfer.engine.params import SamplingParams
-from deepinfer.engine.turns import Turns
+from deepinfer.engine.background.fair_lock import Turns
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import deepinfer as di
-from deepinfer.engine.background import Background
+from deepinfer.engine.background.background import Background
 from deepinfer.engine.engine import Engine
 
 METHODS = [

@@ -20,7 +20,7 @@ from deepinfer.engine.request import Completion, Request, StreamedToken
 from deepinfer.engine.text import Detokenizer
 
 if TYPE_CHECKING:
-    from deepinfer.engine.background import Background
+    from deepinfer.engine.background.background import Background
 
 
 class Bells:

@@ -25,8 +25,8 @@ from deepinfer.engine.facts import EngineFacts
 from deepinfer.engine.keywords import completes
 from deepinfer.engine.params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
 from deepinfer.engine.request import Request, StreamedToken
-from deepinfer.engine.running import Bells, Running
-from deepinfer.engine.turns import Turns, in_turn
+from deepinfer.engine.background.handle import Bells, Running
+from deepinfer.engine.background.fair_lock import Turns, in_turn
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
