@@ -21,7 +21,7 @@ _WHERE = {
     "EngineConfig": "deepinfer.config:EngineConfig",
     "LLM": "deepinfer.compat.llm:LLM",
     "ModelConfig": "deepinfer.config:ModelConfig",
-    "SamplingParams": "deepinfer.engine.params:SamplingParams",
+    "SamplingParams": "deepinfer.engine.sampling_params:SamplingParams",
     "Table": "deepinfer.tables.table:Table",
     "attention": "deepinfer.slots.attention",
     "check": "deepinfer.conformance:check",

@@ -8,9 +8,9 @@ from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig
 from deepinfer.conformance import check as check
 from deepinfer.engine.engine import Engine as Engine
-from deepinfer.engine.params import SamplingParams as SamplingParams
 from deepinfer.engine.request import Completion as Completion
 from deepinfer.engine.request import Completions as Completions
+from deepinfer.engine.sampling_params import SamplingParams as SamplingParams
 from deepinfer.measure.compare import compare as compare
 from deepinfer.session import fmt as fmt
 from deepinfer.session import notebook as notebook

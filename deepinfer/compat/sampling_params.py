@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from deepinfer.engine import params
+from deepinfer.engine import sampling_params
 from deepinfer.engine.keywords import NEAR
 from deepinfer.rng import GREEDY_BELOW
 from deepinfer.slots.grammar.none import Free
@@ -84,10 +84,10 @@ class SamplingParams:
         self._set(seq_seed=self._whole("seq_seed") & (2**SEED_BITS - 1))
         self.translate()  # the other fields have the rules of di.SamplingParams
 
-    def translate(self, exact: bool = True) -> params.SamplingParams:
+    def translate(self, exact: bool = True) -> sampling_params.SamplingParams:
         """The same request as di.SamplingParams. exact: the replay policy drops no rows."""
         spec = {"grammar": NO_EOS_FIRST} if self.first_n_token_no_eos else {}
-        return params.SamplingParams(
+        return sampling_params.SamplingParams(
             temperature=0.0 if self.temperature == GREEDY_BELOW else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -120,8 +120,8 @@ def _with_named_refusals(cls: Any) -> None:
     @functools.wraps(build)
     def __init__(self: Any, **given: Any) -> None:
         for name in given:
-            if name in params.NOT_YET and name not in known:
-                raise TypeError(f"SamplingParams has no {name!r}: {params.NOT_YET[name]}")
+            if name in sampling_params.NOT_YET and name not in known:
+                raise TypeError(f"SamplingParams has no {name!r}: {sampling_params.NOT_YET[name]}")
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1, NEAR)
                 hint = f"did you mean {close[0]!r}?" if close else f"they are {', '.join(known)}"

@@ -9,8 +9,8 @@ from deepinfer.display.numbers import counted
 
 if TYPE_CHECKING:
     from deepinfer.engine.background.background import Background
-    from deepinfer.engine.request import Request
     from deepinfer.engine.background.handle import Running
+    from deepinfer.engine.request import Request
 
 SHOWN_REQUESTS = 20
 SHOWN_CHARACTERS = 60

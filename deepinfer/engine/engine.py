@@ -12,20 +12,10 @@ from torch import Tensor
 
 from deepinfer import kernels
 from deepinfer.config import EngineConfig
-from deepinfer.engine import opening, teacher, weights
-from deepinfer.engine.scheduling import scheduler
+from deepinfer.engine import opening, scoring, weights
 from deepinfer.engine.background.background import InBackground
+from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.engine.keywords import Kept, completes
-from deepinfer.engine.step.loop import Loop
-from deepinfer.engine.params import (
-    FORKED,
-    SAMPLING,
-    Sampling,
-    SamplingParams,
-    params_list,
-    require_salt,
-    require_timeout,
-)
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.request import (
     Completion,
@@ -36,6 +26,16 @@ from deepinfer.engine.request import (
     failed,
 )
 from deepinfer.engine.runtime import Limits, Runtime, start_slots
+from deepinfer.engine.sampling_params import (
+    FORKED,
+    SAMPLING,
+    Sampling,
+    SamplingParams,
+    params_list,
+    require_salt,
+    require_timeout,
+)
+from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.settings import (
     DEFAULTS,
     Changes,
@@ -43,8 +43,8 @@ from deepinfer.engine.settings import (
     require_invariant,
     split_settings,
 )
+from deepinfer.engine.step.loop import Loop
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
-from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -337,7 +337,7 @@ class Engine(InBackground):
         loop = self._open()
         return loop.logits(encode_prompt(self, token_ids), prompt, chunks)
 
-    def score(self, texts: Prompts, prompt: int | None = None) -> teacher.Scores:
+    def score(self, texts: Prompts, prompt: int | None = None) -> scoring.Scores:
         """Log-probabilities of what follows the first `prompt` tokens (default 1, the bos) of each text.
 
         scores[i] belongs to text i: .logprobs in nats, .perplexity, .bits_per_byte (the bytes that
@@ -347,10 +347,10 @@ class Engine(InBackground):
         first = 1 if prompt is None else prompt
         tokenizer = self._shared.tokenizer
         each = [
-            teacher.score_text(self, i, text, first, tokenizer)
+            scoring.score_text(self, i, text, first, tokenizer)
             for i, text in enumerate(prompt_list(texts)[0])
         ]
-        return teacher.Scores(tuple(each), self._provenance())
+        return scoring.Scores(tuple(each), self._provenance())
 
     # -------------------------------------------------------------------------------- inspection
 

@@ -13,7 +13,7 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.tables.provenance import Facts
 
 if TYPE_CHECKING:
-    from deepinfer.engine.facts import EngineFacts
+    from deepinfer.engine.inspection import EngineFacts
 
 
 def of_engine(eng: EngineFacts) -> dict[str, object]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.text import Detokenizer
 from deepinfer.slots.protocols import ReplayPlan
 
 if TYPE_CHECKING:
-    from deepinfer.cache.prefix import ImageSpan
+    from deepinfer.cache.prefix_index import ImageSpan
     from deepinfer.tables.table import Table
 
 

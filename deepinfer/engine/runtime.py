@@ -16,12 +16,12 @@ from deepinfer import kernels
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.device import make_device
-from deepinfer.engine.stats.device_clock import device_clock
-from deepinfer.engine.prefix.snapshot_policy import tail_ends
 from deepinfer.engine.prefix.manager import Reuse, snapshot_bytes
+from deepinfer.engine.prefix.snapshot_policy import tail_ends
+from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops

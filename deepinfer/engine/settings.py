@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.keywords import NEAR
+from deepinfer.engine.scheduling import scheduler
 from deepinfer.session import default_dtype, default_seed
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS

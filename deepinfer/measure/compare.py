@@ -153,7 +153,7 @@ def encoded(a: Engine, prompts: Prompts) -> list[list[int]]:
 
 def greedy(clock: Clock, ids: list[list[int]], lengths: list[int]) -> list[tuple[int, ...]]:
     """Greedy continuations of at most `lengths` tokens."""
-    from deepinfer.engine.params import SamplingParams
+    from deepinfer.engine.sampling_params import SamplingParams
 
     wanted = [i for i, n in enumerate(lengths) if n]
     out: list[tuple[int, ...]] = [()] * len(ids)

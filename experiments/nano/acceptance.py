@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.bootstrap import Estimate
 from deepinfer.model.context import ForwardContext

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import deepinfer as di
-from deepinfer.engine.step.speculation import held_draft
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.speculation import held_draft
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work, build
 from experiments.nano import fast
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, bits_per_byte, change, over_modules

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.measure.replay.cost import layer_adds
 from deepinfer.measure.replay.error import plan_of
 from deepinfer.model.engram import Engram

@@ -8,7 +8,7 @@ from typing import Any
 
 import deepinfer as di
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.measure.replay.divergence import WAYS, first_difference
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.slots.replay import Bounded, Halo

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.slots.protocols import RowKeys, RowParams, RowSet
 
 

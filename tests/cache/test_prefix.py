@@ -9,7 +9,7 @@ import pytest
 from cache.accounting import check_prefix
 
 from deepinfer.cache.pages import PageManager
-from deepinfer.cache.prefix import (
+from deepinfer.cache.prefix_index import (
     HeldPage,
     Hit,
     ImageSpan,
@@ -160,7 +160,7 @@ def test_a_picture_is_its_bytes_shape_and_dtype():
 
 def test_keys_are_the_same_in_every_process():
     script = (
-        "from deepinfer.cache.prefix import *; import sys\n"
+        "from deepinfer.cache.prefix_index import *; import sys\n"
         "cache = PrefixCache(4, PageStore(PageManager(2)), SnapshotStore(0), model='m')\n"
         "images = [ImageSpan(2, 6, bytes(range(32)))]\n"
         "keys = cache.keys(range(9), salt='a', adapter='b', images=images)\n"
@@ -631,7 +631,7 @@ class At:
         self.left = n
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("cache/pages.py", "cache/prefix.py")):
+        if not frame.f_code.co_filename.endswith(("cache/pages.py", "cache/prefix_index.py")):
             return None
         self.left -= event == "line"
         if event == "line" and self.left == 0:

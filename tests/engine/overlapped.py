@@ -8,7 +8,7 @@ import pytest
 import torch
 from properties.small import poison, small_engine, stream
 
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model.drafter import Drafter
 from deepinfer.slots.protocols import Draft
 from deepinfer.slots.verifier import BaseVerifier

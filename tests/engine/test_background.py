@@ -16,9 +16,9 @@ from engine.pool import check, check_empty
 from properties.small import small_engine, stream
 
 import deepinfer as di
-from deepinfer.engine.device import SimulatedDevice
-from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.background.fair_lock import Turns
+from deepinfer.engine.device import SimulatedDevice
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

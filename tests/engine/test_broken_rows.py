@@ -16,8 +16,8 @@ from engine.pool import check, check_empty
 from properties.small import DRAFTS, small_engine, stream
 from properties.test_replay_plans import Twice
 
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step.non_finite import NONE, BrokenRows
-from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import RowSet

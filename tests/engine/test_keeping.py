@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties.small import small_engine, stream
 
-from deepinfer.cache.prefix import SnapshotStore
+from deepinfer.cache.prefix_index import SnapshotStore
 from deepinfer.engine.prefix.snapshot_policy import Keeping
 from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed

@@ -5,7 +5,7 @@ import torch
 from engine.pool import check_empty
 from properties.small import small_engine, stream
 
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

@@ -9,12 +9,9 @@ from engine.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, sam
 from engine.pool import check, check_empty
 from properties.small import small_engine
 
-from deepinfer.engine.step.execute import commit
-from deepinfer.engine.step.execute import launch
-from deepinfer.engine.step.execute import overlap
-from deepinfer.engine.step.execute import execute
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.step.execute import commit, execute, launch, overlap
 from deepinfer.engine.step.in_flight import Flight
-from deepinfer.engine.params import SamplingParams
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 

@@ -14,8 +14,8 @@ from engine.pool import check, check_empty
 from engine.test_preemption import InterruptAt
 from properties import test_serving
 
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step.execute import overlap
-from deepinfer.engine.params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

@@ -12,8 +12,8 @@ from engine.overlapped import Half
 from engine.pool import check, check_empty
 
 import deepinfer as di
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step.execute import launch
-from deepinfer.engine.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

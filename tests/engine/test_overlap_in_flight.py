@@ -11,9 +11,9 @@ from engine.pool import check, check_empty
 from engine.test_legal import Cycle
 from properties.small import small_engine
 
-from deepinfer.engine.step.execute import commit
 from deepinfer.engine.device import WorkerDevice
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.step.execute import commit
 from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer.engine.params import NOT_YET, SamplingParams
+from deepinfer.engine.sampling_params import NOT_YET, SamplingParams
 
 BAD = [
     ("temperature", [-1, -1e-9, math.nan, math.inf, -math.inf, True, "1", None, 1j]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from properties.small import small_engine, stream
 
 from deepinfer.cache.pages import Pool
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.verifier import Fixed
 
 VOCAB = 97

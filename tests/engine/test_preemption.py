@@ -12,7 +12,7 @@ from engine.pool import check, check_empty
 from engine.test_legal import Cycle
 from properties.small import poison, small_engine, stream
 
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.verifier import Fixed
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
 from properties.test_serving import Unlucky, interrupted
 
-from deepinfer.cache.prefix import ImageSpan
-from deepinfer.engine.step.execute import commit
+from deepinfer.cache.prefix_index import ImageSpan
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.step.execute import commit
 from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox

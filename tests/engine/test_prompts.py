@@ -9,7 +9,7 @@ from engine.pool import check_empty
 from properties.small import small_engine, stream
 
 import deepinfer as di
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 
 GREEDY = dict(temperature=0.0, max_tokens=4)
 IDS = [5, 6, 7, 8]

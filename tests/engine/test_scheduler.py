@@ -13,9 +13,10 @@ from properties.small import small_engine, stream
 
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
-from deepinfer.engine.params import SamplingParams
 from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.request import Request, TokenStep
+from deepinfer.engine.sampling_params import SamplingParams
+from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
 from deepinfer.engine.scheduling.resources import Room
 from deepinfer.engine.scheduling.scheduler import (
     FCFS,
@@ -27,7 +28,6 @@ from deepinfer.engine.scheduling.scheduler import (
     require_runnable,
 )
 from deepinfer.engine.stats.stats import Stats
-from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
 from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ import torch
 from properties.small import poison
 
 import deepinfer as di
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.model.context import last_rows_places
 
 PROMPT = [0, *range(3, 60)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepinfer.measure import bootstrap
-from deepinfer.measure.laws import law_error
+from deepinfer.measure.dist_error import law_error
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
 Q = torch.tensor([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64).log()

@@ -9,7 +9,7 @@ from properties.small import DRAFTS, WINDOW, small_engine, stream
 from properties.test_replay_plans import KEEP, Last, Twice
 
 import deepinfer as di
-from deepinfer.measure.laws import law_error
+from deepinfer.measure.dist_error import law_error
 from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
 from deepinfer.measure.replay.error import measuring_engine, plan_of

@@ -9,8 +9,8 @@ from model.rig import Sequence, context
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_state
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 

@@ -14,8 +14,8 @@ import torch
 from properties.small import DRAFTS
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.slots.protocols import Batch, RowSet
 
 TOLERANCE = dict(rtol=1e-9, atol=1e-9)

@@ -9,9 +9,8 @@ from properties.small import DRAFTS, WINDOW, small_engine, stream
 from slots.laws import chi_square_fits
 
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.params import SamplingParams
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.protocols import RowParams
-from deepinfer.slots.sampler import law
 from deepinfer.slots.verifier import Fixed
 
 TOKENS = 20

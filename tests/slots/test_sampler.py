@@ -13,7 +13,7 @@ from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys
 from deepinfer.slots.sampler import Greedy, Philox, draw_by_weight
 
-law_module = importlib.import_module("deepinfer.slots.sampler.law")
+law_module = importlib.import_module("deepinfer.slots.sampler.distribution")
 S = Philox()
 OFF = (1.0, 1.0, -1)
 

@@ -21,12 +21,12 @@ from collections.abc import AsyncIterator, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from deepinfer.engine.facts import EngineFacts
-from deepinfer.engine.keywords import completes
-from deepinfer.engine.params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
-from deepinfer.engine.request import Request, StreamedToken
-from deepinfer.engine.background.handle import Bells, Running
 from deepinfer.engine.background.fair_lock import Turns, in_turn
+from deepinfer.engine.background.handle import Bells, Running
+from deepinfer.engine.inspection import EngineFacts
+from deepinfer.engine.keywords import completes
+from deepinfer.engine.request import Request, StreamedToken
+from deepinfer.engine.sampling_params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
-from deepinfer.engine.params import require_timeout
 from deepinfer.engine.request import Completion, Request, StreamedToken
+from deepinfer.engine.sampling_params import require_timeout
 from deepinfer.engine.text import Detokenizer
 
 if TYPE_CHECKING:

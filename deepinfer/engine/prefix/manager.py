@@ -34,7 +34,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from deepinfer.cache.prefix import Hit, PageStore, PrefixCache, SnapshotStore
+from deepinfer.cache.prefix_index import Hit, PageStore, PrefixCache, SnapshotStore
 from deepinfer.cache.snapshots import Snapshot, held, rows_at
 from deepinfer.engine.prefix.snapshot_capture import Crossings
 from deepinfer.engine.prefix.snapshot_policy import Keeping

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deepinfer.cache.prefix import SnapshotStore
+from deepinfer.cache.prefix_index import SnapshotStore
 from deepinfer.engine.request import Request
 
 if TYPE_CHECKING:

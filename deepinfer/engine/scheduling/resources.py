@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
-from deepinfer.engine.request import Request
 from deepinfer.engine.prefix.manager import Reuse, Start
+from deepinfer.engine.request import Request
 from deepinfer.engine.stats.stats import Stats
 
 

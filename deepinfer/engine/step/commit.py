@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from deepinfer.engine.step.non_finite import NONE
-from deepinfer.engine.step.speculation import HeldDraft
-from deepinfer.engine.step.in_flight import Flight, Outcome
-from deepinfer.engine.step.launch import require_rows
-from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.request import Request, TokenStep
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.stats.records import StepRecord
+from deepinfer.engine.step.in_flight import Flight, Outcome
+from deepinfer.engine.step.launch import require_rows
+from deepinfer.engine.step.non_finite import NONE
+from deepinfer.engine.step.speculation import HeldDraft
 
 
 def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:

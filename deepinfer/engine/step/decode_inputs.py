@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.device import put
-from deepinfer.engine.step.speculation import held_draft
-from deepinfer.engine.step.in_flight import Carried, Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.step.batch import Work, build
+from deepinfer.engine.step.in_flight import Carried, Flight
+from deepinfer.engine.step.speculation import held_draft
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
 from deepinfer.slots.results import expect
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.device import to_host
-from deepinfer.engine.step.in_flight import Carried, Flight, Outcome
-from deepinfer.engine.step.grammar_mask import legal_mask
-from deepinfer.engine.step.decode_inputs import DecodeRows, Emitters, Emitting, resolve
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.decode_inputs import DecodeRows, Emitters, Emitting, resolve
+from deepinfer.engine.step.grammar_mask import legal_mask
+from deepinfer.engine.step.in_flight import Carried, Flight, Outcome
+from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.model.context import ForwardContext
 from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target
 from deepinfer.slots.results import expect

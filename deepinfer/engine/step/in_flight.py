@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.request import Ahead, Request
 from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.stats.records import StepRecord
 
 if TYPE_CHECKING:
     from deepinfer.engine.prefix.snapshot_capture import Crossings

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine import teacher
-from deepinfer.engine.step.execute import commit
-from deepinfer.engine.step.execute import launch
-from deepinfer.engine.step.execute import overlap
-from deepinfer.engine.step.in_flight import Flight
-from deepinfer.engine.params import SamplingParams
-from deepinfer.engine.stats.records import StepRecord
+from deepinfer.engine import scoring
 from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.scheduler import Schedule, require_runnable
+from deepinfer.engine.stats.records import StepRecord
+from deepinfer.engine.step.execute import commit, launch, overlap
+from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
 
@@ -329,7 +327,7 @@ class Loop:
         tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
         try:
             with self._whole():
-                out = teacher.forced_logits(self.rt, ids, prompt, sizes, tap_of)
+                out = scoring.forced_logits(self.rt, ids, prompt, sizes, tap_of)
                 for trace in self.traces:
                     trace.settle(self.steps, {-1: len(ids)})
         finally:

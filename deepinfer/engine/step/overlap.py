@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Schedule
+from deepinfer.engine.step.in_flight import Flight
 from deepinfer.slots import registry
 
 ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch

@@ -35,7 +35,7 @@ def replay_divergence(
 
     Raises ValueError as `replay_error` does, and what `generate` raises.
     """
-    from deepinfer.engine.params import SamplingParams
+    from deepinfer.engine.sampling_params import SamplingParams
 
     check_count("replay_divergence", "max_tokens", max_tokens)
     found = Texts.of(eng, texts, prompt, max_tokens, groups, "replay_divergence")

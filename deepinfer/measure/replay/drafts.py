@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.replay.passes import Pass
 from deepinfer.model.drafter import SequenceContext

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine.provenance import of_engine
-from deepinfer.measure.laws import law_error
+from deepinfer.measure.dist_error import law_error
 from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
 from deepinfer.measure.replay.passes import Pass, Passage, behind_hit, first_layer, prefix_pages

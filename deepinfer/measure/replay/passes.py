@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.slots.protocols import ReplayPlan, Rows, RowSet
 
 

@@ -37,7 +37,7 @@ def replay_seconds(
     Raises ValueError for lengths and repeats that are no whole numbers of 1 or more, for several
     texts, for one that is too short and for what `replay_error` refuses.
     """
-    from deepinfer.engine.params import SamplingParams
+    from deepinfer.engine.sampling_params import SamplingParams
     from deepinfer.measure.replay.texts import Texts, check_count
 
     if isinstance(lengths, str) or not isinstance(lengths, Iterable):

@@ -9,9 +9,9 @@ from deepinfer.slots.registry import registry
 
 register = registry("sampler").register
 
+from deepinfer.slots.sampler.distribution import law  # noqa: E402
 from deepinfer.slots.sampler.draw import draw_by_weight  # noqa: E402
 from deepinfer.slots.sampler.greedy import Greedy  # noqa: E402
-from deepinfer.slots.sampler.law import law  # noqa: E402
 from deepinfer.slots.sampler.philox import Philox  # noqa: E402
 
 __all__ = ["Greedy", "Philox", "draw_by_weight", "law", "register"]

@@ -8,7 +8,7 @@ import torch
 
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.sampler import register
-from deepinfer.slots.sampler.law import law
+from deepinfer.slots.sampler.distribution import law
 from deepinfer.slots.sampler.philox import sampled
 
 if TYPE_CHECKING:

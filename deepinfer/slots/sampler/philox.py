@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.sampler import register
+from deepinfer.slots.sampler.distribution import law
 from deepinfer.slots.sampler.draw import draw_by_weight
-from deepinfer.slots.sampler.law import law
 
 if TYPE_CHECKING:
     from torch import Tensor

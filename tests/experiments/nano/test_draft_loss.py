@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
 from deepinfer.checkpoint.tiny import tiny_state
-from deepinfer.engine.step.batch import Work
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.step.batch import Work
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 from experiments.nano import draft_loss, fast

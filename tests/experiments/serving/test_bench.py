@@ -39,7 +39,7 @@ def test_bare_loop_gives_the_engines_tokens(tiny):
 
 
 def eng_params(seed, tokens):
-    from deepinfer.engine.params import SamplingParams
+    from deepinfer.engine.sampling_params import SamplingParams
 
     return SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=seed)
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
-from deepinfer.engine.provenance import facts_of
+from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.engine.prefix.manager import CacheReport
+from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.text import check_unicode
-from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from deepinfer.engine.step.loop import Loop
     from deepinfer.engine.request import Request
+    from deepinfer.engine.step.loop import Loop
     from deepinfer.tables.table import Table
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.text import byte_count, encode_prompt
 from deepinfer.model.context import Tap
 from deepinfer.slots.protocols import Prompt, ReplayPlan
