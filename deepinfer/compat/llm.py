@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.compat import engine_args, environment, sampling_params
 from deepinfer.config import ModelConfig
-from deepinfer.engine import sampling_params
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.request import Completion, Completions
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.text import items_of, plain
 from deepinfer.slots import registry
 from deepinfer.slots.grammar import NoGrammar
@@ -215,11 +215,11 @@ class LLM:
         _warn(out)
         return out
 
-    def _params(self, given: Any, n: int) -> list[sampling_params.SamplingParams]:
+    def _params(self, given: Any, n: int) -> list[SamplingParams]:
         """One di.SamplingParams per prompt. ValueError for another count, TypeError for a kind."""
         if given is None:
             given = sampling_params.SamplingParams()
-        one = isinstance(given, (sampling_params.SamplingParams, sampling_params.SamplingParams))
+        one = isinstance(given, (sampling_params.SamplingParams, SamplingParams))
         want = "sampling_params is one LLM.SamplingParams or a list of them"
         each = [given] * n if one else items_of(given, want)
         if len(each) != n:
@@ -228,8 +228,8 @@ class LLM:
             )
         return [self._translated(p) for p in each]
 
-    def _translated(self, p: Any) -> sampling_params.SamplingParams:
-        if isinstance(p, sampling_params.SamplingParams):
+    def _translated(self, p: Any) -> SamplingParams:
+        if isinstance(p, SamplingParams):
             return p
         if not isinstance(p, sampling_params.SamplingParams):
             raise TypeError(

@@ -13,7 +13,7 @@ from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
 from engine.pool import check_empty
 
 from deepinfer.engine.scheduling.scheduler import FCFS, Schedule, Share
-from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step import commit
 from deepinfer.engine.step.in_flight import Ahead
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed

@@ -15,7 +15,7 @@ from engine.test_preemption import InterruptAt
 from properties import test_serving
 
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import overlap
+from deepinfer.engine.step import overlap
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

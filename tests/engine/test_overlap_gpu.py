@@ -13,7 +13,7 @@ from engine.pool import check, check_empty
 
 import deepinfer as di
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import launch
+from deepinfer.engine.step import launch
 
 pytestmark = pytest.mark.gpu
 

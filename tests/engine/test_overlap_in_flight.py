@@ -13,7 +13,7 @@ from properties.small import small_engine
 
 from deepinfer.engine.device import WorkerDevice
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step import commit
 from deepinfer.slots.verifier import Fixed
 
 torch.set_num_threads(1)

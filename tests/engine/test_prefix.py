@@ -19,7 +19,7 @@ from properties.test_serving import Unlucky, interrupted
 from deepinfer.cache.prefix_index import ImageSpan
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step import commit
 from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox

@@ -12,7 +12,7 @@ from engine.pool import check, check_empty
 from properties.small import poison, small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import commit
+from deepinfer.engine.step import commit
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

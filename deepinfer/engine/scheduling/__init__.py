@@ -1,1 +1,6 @@
-"""TODO"""
+"""Who runs in the next step, prefill or decode, with how many rows.
+
+scheduler.py       FCFS, DecodeOrder, Mixed; a scheduler of your own subclasses FCFS
+resources.py       the pages, state ids and rows that a scheduler hands out
+data_parallel.py   ranks that agree on the kind of a step
+"""

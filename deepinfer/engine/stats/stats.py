@@ -22,9 +22,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.engine.stats import tables
 from deepinfer.engine.stats.device_clock import DeviceClock
 from deepinfer.engine.stats.records import HostLane, RequestRecord, StepRecord, Tally, percentile
-from deepinfer.engine.stats.stats import tables
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
