@@ -10,7 +10,7 @@ from engine.pool import check, check_empty
 from properties.small import small_engine
 
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.execute import commit, execute, launch, overlap
+from deepinfer.engine.step import commit, execute, launch, overlap
 from deepinfer.engine.step.in_flight import Flight
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed

@@ -12,10 +12,11 @@ from hypothesis import given
 import deepinfer as di
 from deepinfer.engine.request import Request
 from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.stats import device_clock
 from deepinfer.engine.stats import records as records_module
 from deepinfer.engine.stats import stats as stats_module
 from deepinfer.engine.stats.records import PHASES, Tally, percentile
-from deepinfer.engine.stats.stats import Stats, device_clock
+from deepinfer.engine.stats.stats import Stats
 
 ROOM = SimpleNamespace(
     states=SimpleNamespace(size=5, free=3),

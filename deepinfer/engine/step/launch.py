@@ -15,9 +15,10 @@ import torch
 from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.scheduler import Schedule, Share
+from deepinfer.engine.step import execute
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
-from deepinfer.engine.step.execute import Plan, execute
+from deepinfer.engine.step.execute import Plan
 from deepinfer.engine.step.in_flight import Flight, surely_last, take_off
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.step.speculation import held_draft

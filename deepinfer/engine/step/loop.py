@@ -18,7 +18,7 @@ from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.scheduler import Schedule, require_runnable
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step.execute import commit, launch, overlap
+from deepinfer.engine.step import commit, launch, overlap
 from deepinfer.engine.step.in_flight import Flight
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
