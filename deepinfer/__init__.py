@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 
 # Public name -> "module" (the name is that module) or "module:attribute".
 _WHERE = {
-    "Completion": "deepinfer.engine.request:Completion",
-    "Completions": "deepinfer.engine.request:Completions",
+    "Completion": "deepinfer.engine.completion:Completion",
+    "Completions": "deepinfer.engine.completion:Completions",
     "Engine": "deepinfer.engine.engine:Engine",
     "EngineConfig": "deepinfer.config:EngineConfig",
     "LLM": "deepinfer.compat.llm:LLM",

@@ -7,9 +7,9 @@ from deepinfer.compat.llm import LLM as LLM
 from deepinfer.config import EngineConfig as EngineConfig
 from deepinfer.config import ModelConfig as ModelConfig
 from deepinfer.conformance import check as check
+from deepinfer.engine.completion import Completion as Completion
+from deepinfer.engine.completion import Completions as Completions
 from deepinfer.engine.engine import Engine as Engine
-from deepinfer.engine.request import Completion as Completion
-from deepinfer.engine.request import Completions as Completions
 from deepinfer.engine.sampling_params import SamplingParams as SamplingParams
 from deepinfer.measure.compare import compare as compare
 from deepinfer.session import fmt as fmt

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.engine.completion import Completion
     from deepinfer.engine.engine import Engine
-    from deepinfer.engine.request import Completion
 
 MOST_THREADS = 1024  # torch starts as many as it is told to, whatever the machine has
 RELEASE = "v41-flash"  # the released architecture, known without a checkpoint

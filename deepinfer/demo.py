@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.engine.completion import Completion
     from deepinfer.engine.engine import Engine
-    from deepinfer.engine.request import Completion
 
 FILE, UP_TO = "linecache.py", "def getline(filename, lineno, module_globals=None):"
 TEMPERATURE = 0.6  # of the sampled text; much above, a model this small loses its thread

@@ -7,7 +7,7 @@ import pytest
 from deepinfer import session
 from deepinfer.display import html, progress
 from deepinfer.display.numbers import counted
-from deepinfer.engine.request import Completion, Completions, TokenStep
+from deepinfer.engine.completion import Completion, Completions, TokenStep
 
 
 def completion(n=3, error=None, drafts=(1,), piece="<b>") -> Completion:

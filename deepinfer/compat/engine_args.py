@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.compat import environment
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.keywords import NEAR
-from deepinfer.engine.runtime import DEFAULT_MODEL_LEN
 from deepinfer.engine.scheduling.scheduler import DecodeOrder
+from deepinfer.engine.sizing import DEFAULT_MODEL_LEN
 from deepinfer.slots.protocols import SLOTS
 from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed

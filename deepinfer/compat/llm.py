@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.compat import engine_args, environment, sampling_params
 from deepinfer.config import ModelConfig
+from deepinfer.engine.completion import Completion, Completions
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.request import Completion, Completions
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.text import items_of, plain
 from deepinfer.slots import registry

@@ -11,7 +11,7 @@ from deepinfer.display.text import grid
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepinfer.engine.request import Completion
+    from deepinfer.engine.completion import Completion
 
 SHOWN_TOKENS = 400  # of one completion
 SHOWN_ITEMS = 20  # of a list

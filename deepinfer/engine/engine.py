@@ -15,17 +15,11 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine import opening, scoring, weights
 from deepinfer.engine.background.background import InBackground
 from deepinfer.engine.background.fair_lock import Turns, in_turn
+from deepinfer.engine.completion import Completion, Completions, StreamedToken, completion, failed
 from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.provenance import facts_of
-from deepinfer.engine.request import (
-    Completion,
-    Completions,
-    Request,
-    StreamedToken,
-    completion,
-    failed,
-)
-from deepinfer.engine.runtime import Limits, Runtime, start_slots
+from deepinfer.engine.request import Request
+from deepinfer.engine.runtime import Runtime, start_slots
 from deepinfer.engine.sampling_params import (
     FORKED,
     SAMPLING,
@@ -43,6 +37,7 @@ from deepinfer.engine.settings import (
     require_invariant,
     split_settings,
 )
+from deepinfer.engine.sizing import Limits
 from deepinfer.engine.step.loop import Loop
 from deepinfer.engine.text import Detokenizer, encode_prompt, prompt_list
 from deepinfer.slots import registry

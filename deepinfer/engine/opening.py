@@ -8,8 +8,8 @@ from typing import Any
 
 from deepinfer.config import EngineConfig
 from deepinfer.engine import weights
-from deepinfer.engine.runtime import cache_bytes
 from deepinfer.engine.settings import placement, split_settings
+from deepinfer.engine.sizing import cache_bytes
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 

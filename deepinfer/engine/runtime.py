@@ -7,20 +7,16 @@ engines over the same weights share nothing else.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from deepinfer import kernels
-from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.pages import PageManager, Pool
-from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.config import EngineConfig
 from deepinfer.engine.device import make_device
-from deepinfer.engine.prefix.manager import Reuse, snapshot_bytes
-from deepinfer.engine.prefix.snapshot_policy import tail_ends
+from deepinfer.engine.prefix.manager import Reuse
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
 from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.weights import require
@@ -30,114 +26,6 @@ from deepinfer.model.stack import Model
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
 from deepinfer.slots.verifier.cost import CostCurve
-
-DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The sizes an engine runs with, after defaults. Lengths in tokens."""
-
-    model_len: int
-    seqs: int
-    rows: int
-    page_size: int
-    pages: int
-    lookahead: int
-
-    @property
-    def backtracking(self) -> int:
-        """How far back a ring must still hold keys: one step's drafts and its anchor row."""
-        return self.lookahead + 1
-
-    @staticmethod
-    def of(settings: EngineConfig, config: ModelConfig, max_draft: int) -> Limits:
-        """Raises ValueError naming the setting, or the verifier's max_draft, that does not fit the model."""
-        if not 0 <= max_draft <= config.max_draft:
-            raise ValueError(
-                f"the verifier's max_draft is {max_draft!r}: this model drafts 0 to {config.max_draft} tokens a step"
-            )
-        model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, config.max_position_embeddings)
-        if model_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={model_len} is more than the model's {config.max_position_embeddings} positions"
-            )
-        page = settings.page_size or config.sliding_window
-        for ratio in sorted(set(config.compress_ratios) - {0}):
-            if page % ratio:
-                asked = (
-                    ""
-                    if settings.page_size
-                    else " (the sliding window, where page_size is not given)"
-                )
-                raise ValueError(
-                    f"page_size={page}{asked} is no multiple of compress ratio {ratio}: entries would straddle pages"
-                )
-        seqs = settings.max_num_seqs
-        per_seq = -(-(model_len + max_draft) // page)
-        rows = settings.max_num_batched_tokens or max(model_len, seqs * (1 + max_draft))
-        return Limits(model_len, seqs, rows, page, settings.num_pages or seqs * per_seq, max_draft)
-
-
-def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> CacheSize:
-    """Packed records by default where memory is dear, float records on a CPU; always floats at
-    fidelity 0, which rounds nothing. One state slot more than sequences: for teacher-forced passes."""
-    packed = device.type != "cpu" if settings.packed_cache is None else settings.packed_cache
-    return CacheSize(
-        limits.pages,
-        limits.seqs + 1,
-        limits.page_size,
-        limits.backtracking,
-        packed and settings.fidelity >= 1,
-    )
-
-
-def make_cache(
-    config: ModelConfig,
-    settings: EngineConfig,
-    slots: dict[str, Any],
-    limits: Limits,
-    dtype: torch.dtype,
-    device: torch.device,
-    on: torch.device | None = None,
-) -> KVCache:
-    """The cache of an engine; `on` a meta device only its sizes."""
-    specs = [slots["attention"].kv_spec(config, i) for i in range(len(config.compress_ratios))]
-    return KVCache(
-        config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device
-    )
-
-
-def cache_bytes(
-    config: ModelConfig,
-    settings: EngineConfig,
-    slots: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, int]:
-    """Bytes by component of the cache an engine would make, without taking them."""
-    limits = Limits.of(settings, config, slots["verifier"].max_draft)
-    cache = make_cache(config, settings, slots, limits, dtype, device, torch.device("meta"))
-    if settings.prefix_cache:
-        return cache.nbytes | {"snapshots": snapshot_budget(settings, limits, cache)}
-    return cache.nbytes
-
-
-def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> int:
-    """Most bytes of window snapshots that the prefix cache holds.
-
-    One is window * layers records: 128 * 40 * 528 B = 2.58 MiB in the release, 192 KiB in nano
-    (64 * 12 rows of 64 floats); those of a prompt that is cut are of the first layers only. The
-    default, 8 for each of max_num_seqs (16) sequences, is then 330 MiB and 24 MiB. In the release a
-    request keeps up to 4 of its own (repeat and tail) and up to 3 where it branches off, which many
-    share. 3 are planned for spare ones: whoever differs first somewhere inside a prompt computes
-    less than half of it again. With smaller pages a tail has more ends, and the default is as many
-    more.
-    """
-    c, count = cache.config, settings.num_snapshots
-    if count is None:
-        count = (5 + tail_ends(c.sliding_window + c.max_draft + 1, limits.page_size)) * limits.seqs
-    return count * snapshot_bytes(cache)
 
 
 def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:

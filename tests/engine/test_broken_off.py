@@ -12,7 +12,8 @@ import torch
 from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
 from engine.pool import check_empty
 
-from deepinfer.engine.scheduling.scheduler import FCFS, Schedule, Share
+from deepinfer.engine.scheduling.output import Schedule, Share
+from deepinfer.engine.scheduling.scheduler import FCFS
 from deepinfer.engine.step import commit
 from deepinfer.engine.step.in_flight import Ahead
 from deepinfer.slots.sampler import Philox

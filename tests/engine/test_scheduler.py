@@ -13,18 +13,18 @@ from properties.small import small_engine, stream
 
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
+from deepinfer.engine.completion import TokenStep
 from deepinfer.engine.provenance import of_engine
-from deepinfer.engine.request import Request, TokenStep
+from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
+from deepinfer.engine.scheduling.output import Schedule, Share
 from deepinfer.engine.scheduling.resources import Room
 from deepinfer.engine.scheduling.scheduler import (
     FCFS,
     SCHEDULERS,
     DecodeOrder,
     Mixed,
-    Schedule,
-    Share,
     require_runnable,
 )
 from deepinfer.engine.stats.stats import Stats

@@ -11,7 +11,7 @@ from hypothesis import given
 
 import deepinfer as di
 from deepinfer.engine.request import Request
-from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.scheduling.output import Share
 from deepinfer.engine.stats import device_clock
 from deepinfer.engine.stats import records as records_module
 from deepinfer.engine.stats import stats as stats_module

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.engine.background.handle import Bells, Running
+from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineFacts
 from deepinfer.engine.keywords import completes
-from deepinfer.engine.request import Request, StreamedToken
+from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
-from deepinfer.engine.request import Completion, Request, StreamedToken
+from deepinfer.engine.completion import Completion, StreamedToken
+from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import require_timeout
 from deepinfer.engine.text import Detokenizer
 

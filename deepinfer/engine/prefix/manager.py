@@ -43,7 +43,7 @@ from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.engine.runtime import Runtime
-    from deepinfer.engine.scheduling.scheduler import Share
+    from deepinfer.engine.scheduling.output import Share
     from deepinfer.engine.trace import Trace
     from deepinfer.tables.table import Table
 

@@ -18,7 +18,7 @@ from deepinfer.cache.snapshots import Snapshot, as_stored, backbone, rows_at
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
-    from deepinfer.engine.scheduling.scheduler import Share
+    from deepinfer.engine.scheduling.output import Share
 
 
 class Crossings:

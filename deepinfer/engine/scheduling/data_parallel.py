@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer.engine.request import Request
+from deepinfer.engine.scheduling.output import Schedule
 from deepinfer.engine.scheduling.resources import Room
-from deepinfer.engine.scheduling.scheduler import FCFS, Schedule
+from deepinfer.engine.scheduling.scheduler import FCFS
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ from deepinfer.engine.stats.records import HostLane, RequestRecord, StepRecord, 
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
+    from deepinfer.engine.scheduling.output import Share
     from deepinfer.engine.scheduling.resources import Room
-    from deepinfer.engine.scheduling.scheduler import Share
     from deepinfer.engine.stats.timeline import Timeline
     from deepinfer.tables.table import Table
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from deepinfer.engine.request import Request, TokenStep
+from deepinfer.engine.completion import TokenStep
+from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.scheduling.output import Share
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step.in_flight import Flight, Outcome
 from deepinfer.engine.step.launch import require_rows

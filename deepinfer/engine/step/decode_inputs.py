@@ -20,7 +20,7 @@ from deepinfer import rng
 from deepinfer.engine.device import put
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.scheduling.output import Share
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.in_flight import Carried, Flight
 from deepinfer.engine.step.speculation import held_draft

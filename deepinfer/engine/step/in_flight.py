@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepinfer.engine.request import Ahead, Request
-from deepinfer.engine.scheduling.scheduler import Share
+from deepinfer.engine.scheduling.output import Share
 from deepinfer.engine.stats.records import StepRecord
 
 if TYPE_CHECKING:

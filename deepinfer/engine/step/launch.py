@@ -14,7 +14,7 @@ import torch
 
 from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.scheduler import Schedule, Share
+from deepinfer.engine.scheduling.output import Schedule, Share
 from deepinfer.engine.step import execute
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows

@@ -16,7 +16,8 @@ from deepinfer.engine import scoring
 from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.scheduling.scheduler import Schedule, require_runnable
+from deepinfer.engine.scheduling.output import Schedule
+from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap
 from deepinfer.engine.step.in_flight import Flight

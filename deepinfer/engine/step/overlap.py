@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.scheduler import Schedule
+from deepinfer.engine.scheduling.output import Schedule
 from deepinfer.engine.step.in_flight import Flight
 from deepinfer.slots import registry
 
