@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer import kernels
 from deepinfer.config import EngineConfig
-from deepinfer.engine import opening, scoring, weights
+from deepinfer.engine import scoring, weights
 from deepinfer.engine.background.background import InBackground
 from deepinfer.engine.background.fair_lock import Turns, in_turn
 from deepinfer.engine.completion import Completion, Completions, StreamedToken, completion, failed
@@ -94,7 +94,7 @@ class Engine(InBackground):
         from deepinfer.checkpoint.hub import locate
 
         find = partial(locate, path, download=download)
-        return cls(*opening.from_folder(find, str(path), settings))
+        return cls(*weights.from_folder(find, str(path), settings))
 
     @classmethod
     @completes(Changes, Settings, defaults=DEFAULTS)
@@ -110,14 +110,14 @@ class Engine(InBackground):
         """
         from deepinfer.checkpoint.nano import verified
 
-        return cls(*opening.from_folder(verified, "nano", settings))
+        return cls(*weights.from_folder(verified, "nano", settings))
 
     @classmethod
     @completes(Changes, Settings, defaults=DEFAULTS)
     def tiny(cls, seed: int = 0, **settings: Unpack[Settings]) -> Engine:
         """Random weights from a seed, every code path of the release, made in about a second. For tests:
         what it writes is noise; `nano` is trained."""
-        return cls(*opening.from_seed(seed, settings))
+        return cls(*weights.from_seed(seed, settings))
 
     @completes(Changes, defaults=Kept())
     def with_(self, **changes: Unpack[Changes]) -> Engine:

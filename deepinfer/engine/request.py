@@ -15,7 +15,7 @@ from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.protocols import ReplayPlan
 
 if TYPE_CHECKING:
-    from deepinfer.cache.prefix_index import ImageSpan
+    from deepinfer.cache.page_keys import ImageSpan
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
-"""What engines share: the loaded model, its tokenizer, where they came from. And what must fit first."""
+"""Weights: what engines share, and how a checkpoint folder or a seed becomes that."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,13 @@ import torch
 
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.loader import load
-from deepinfer.config import ModelConfig
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.engine.settings import placement, split_settings
+from deepinfer.engine.sizing import cache_bytes
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model.stack import Model
+from deepinfer.slots import registry
+from deepinfer.slots.protocols import SLOTS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -159,3 +164,45 @@ def require(what: str, parts: dict[str, int], device: torch.device, remedy: str)
     raise MemoryError(
         f"{what} needs {need:,} bytes on {device}, {free:,} are free; nothing was loaded.\n{listed}\n{remedy}"
     )
+
+
+Opened = tuple[Weights, EngineConfig, dict[str, Any]]  # what an Engine is made of
+
+
+# what a MemoryError at loading advises
+REMEDY = "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
+
+
+def from_folder(find: Callable[[], Path], source: str, given: Any) -> Opened:
+    """The official checkpoint in the folder that `find` names, asked once the settings are known to
+    be good. Raises MemoryError, with bytes by component, before memory is taken."""
+    from deepinfer.checkpoint.reader import Checkpoint
+
+    config, slots = split_settings(given)
+    device, dtype = placement(config)
+    slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
+    checkpoint = Checkpoint.open(find())
+    parts = weight_bytes(checkpoint.config, dtype, config.keep_quantised)
+    parts |= cache_bytes(checkpoint.config, config, slots, dtype, device)
+    require(f"{source} in {dtype}", parts, device, REMEDY)
+    loaded = from_checkpoint(
+        checkpoint, dtype=dtype, device=device, source=source, keep_quantised=config.keep_quantised
+    )
+    return loaded, config, slots
+
+
+def from_seed(seed: int, given: Any) -> Opened:
+    """The tiny model with random weights."""
+    from deepinfer.checkpoint.memory import MemoryCheckpoint
+    from deepinfer.checkpoint.tiny import tiny_state
+
+    config, slots = split_settings(given)
+    device, dtype = placement(config)
+    loaded = from_checkpoint(
+        MemoryCheckpoint(*tiny_state(seed)),
+        dtype=dtype,
+        device=device,
+        source=f"tiny(seed={seed})",
+        keep_quantised=config.keep_quantised,
+    )
+    return loaded, config, slots

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
 from properties.test_serving import Unlucky, interrupted
 
-from deepinfer.cache.prefix_index import ImageSpan
+from deepinfer.cache.page_keys import ImageSpan
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit

@@ -8,19 +8,9 @@ from dataclasses import dataclass
 import pytest
 from cache.accounting import check_prefix
 
+from deepinfer.cache.page_keys import ImageSpan, digest, image_digest, page_key, root_key
 from deepinfer.cache.pages import PageManager
-from deepinfer.cache.prefix_index import (
-    HeldPage,
-    Hit,
-    ImageSpan,
-    PageStore,
-    PrefixCache,
-    SnapshotStore,
-    digest,
-    image_digest,
-    page_key,
-    root_key,
-)
+from deepinfer.cache.prefix_index import HeldPage, Hit, PageStore, PrefixCache, SnapshotStore
 
 PAGE = 4
 
