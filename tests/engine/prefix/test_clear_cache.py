@@ -10,8 +10,8 @@ import torch
 from engine.overlapped import PARAMS, PROMPTS
 from engine.overlapped import engine as overlapped
 from engine.pool import check, check_empty
-from engine.test_preemption import InterruptAt
-from engine.test_prefix import LONG, cold, crowd, engine, params, same
+from engine.prefix.test_prefix import LONG, cold, crowd, engine, params, same
+from engine.scheduling.test_preemption import InterruptAt
 from properties.small import poison
 
 from deepinfer.slots.verifier import Fixed

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from engine.pool import check, check_empty
-from engine.test_preemption import InterruptAt
+from engine.scheduling.test_preemption import InterruptAt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream

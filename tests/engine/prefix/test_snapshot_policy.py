@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from engine.pool import check, check_empty
-from engine.test_prefix import (
+from engine.prefix.test_prefix import (
     LONG,
     PAGE,
     RESERVE,

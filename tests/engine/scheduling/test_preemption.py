@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from engine.pool import check, check_empty
-from engine.test_legal import Cycle
+from engine.step.test_grammar_mask import Cycle
 from properties.small import poison, small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams

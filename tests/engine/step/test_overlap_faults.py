@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.overlapped import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
 from engine.pool import check, check_empty
-from engine.test_preemption import InterruptAt
+from engine.scheduling.test_preemption import InterruptAt
 from properties import test_serving
 
 from deepinfer.engine.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
 from engine.pool import check, check_empty
-from engine.test_legal import Cycle
+from engine.step.test_grammar_mask import Cycle
 from properties.small import small_engine
 
 from deepinfer.engine.device import WorkerDevice
