@@ -15,7 +15,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine.device import make_device
 from deepinfer.engine.prefix.manager import Reuse
 from deepinfer.engine.scheduling import scheduler
-from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
 from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.stats.stats import Stats
@@ -73,7 +73,7 @@ class Runtime:
         if settings.prefix_cache:
             self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
             self._warn_of_no_reuse()
-        self.room = Room(
+        self.resources = Resources(
             self.pages,
             self.states,
             self.stats,
@@ -84,7 +84,7 @@ class Runtime:
             reuse=self.reuse,
         )
         self.scheduler = scheduler.resolve(settings.scheduler, settings.max_context).start(
-            self.room
+            self.resources
         )
 
     @property

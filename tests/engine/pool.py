@@ -32,7 +32,7 @@ def check(eng) -> None:
         places = len(r.pages) * rt.limits.page_size
         assert max([r.stored, *(a.written for a in r.ahead)]) <= places
         if r.decoding and not r.ahead:  # nothing that its next step does not write to
-            assert len(r.pages) <= rt.room.pages_of(r.length + rt.room.lookahead)
+            assert len(r.pages) <= rt.resources.pages_of(r.length + rt.resources.lookahead)
     check_reuse(rt, running)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.scheduling.output import Schedule
-from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.scheduling.scheduler import FCFS
 
 
@@ -94,20 +94,22 @@ class DataParallel:
     def __repr__(self) -> str:
         return f"DataParallel({self.inner!r}, votes={self.votes!r})"
 
-    def start(self, room: Room) -> DataParallel:
-        return DataParallel(self.inner.start(room), self.gather, copy.copy(self.votes), self.full)
+    def start(self, resources: Resources) -> DataParallel:
+        return DataParallel(
+            self.inner.start(resources), self.gather, copy.copy(self.votes), self.full
+        )
 
     def want_prefill(self) -> bool:
         """A prompt that has begun goes on; a new one is wanted where pages are left for those that
         run to grow."""
-        room = self.inner.room
+        resources = self.inner.resources
         return self.inner.prefilling() or (
-            room.pages.used <= self.full * room.pages.size and self.inner.next_fits()
+            resources.pages.used <= self.full * resources.pages.size and self.inner.next_fits()
         )
 
     def schedule(self) -> Schedule:
         """The next step; one without shares where the other ranks have rows of that kind."""
-        inner, rows = self.inner, self.inner.room.max_rows
+        inner, rows = self.inner, self.inner.resources.max_rows
         wants = self.want_prefill()
         busy = self.gather(any(r.decoding for r in inner.running))
         shares = []

@@ -1,4 +1,4 @@
-"""Room: the pages, state slots and row limit that a scheduler hands out, and who holds what.
+"""Resources: the pages, state slots and row limit that a scheduler hands out, and who holds what.
 
 Policy (who runs next, who gives way) is the scheduler's; the accounting is here, so that a
 scheduler of your own cannot lose a page. A request holds the pages of its tokens so far; a decode
@@ -17,7 +17,7 @@ from deepinfer.engine.stats.stats import Stats
 
 
 @dataclass(frozen=True)
-class Room:
+class Resources:
     """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
     step, drafts included; lookahead: most drafts of a sequence in one step; reuse: the prefix
     cache, None without one."""
@@ -34,43 +34,43 @@ class Room:
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def most(self, request: Request) -> int:
+    def pages_at_most(self, request: Request) -> int:
         """Pages of the longest sequence that this request can become, drafts included."""
         return self.pages_of(request.most + self.lookahead)
 
-    def first(self, request: Request) -> int:
+    def pages_to_start(self, request: Request) -> int:
         """Pages with which a waiting request may start: those of its tokens. One that gave way before
         also wants those of its next decode step, or it would give way again at once."""
         again = 1 + self.lookahead if request.output else 0
         return self.pages_of(request.length + again)
 
-    def start(self, request: Request) -> Start | None:
+    def match(self, request: Request) -> Start | None:
         """How a waiting request would start with what the prefix cache has; None without one."""
         return None if self.reuse is None else self.reuse.start(request)
 
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
-        start = self.start(request)
+        start = self.match(request)
         return request.computed if start is None else start.plan.start
 
-    def ask(self, request: Request) -> str:
+    def can_admit(self, request: Request) -> str:
         """Whether a waiting request can start: 'ok', 'later' or 'never'."""
-        return self._ask(request, self.start(request))
+        return self._ask(request, self.match(request))
 
     def _ask(self, request: Request, start: Start | None) -> str:
         hit = () if start is None else start.pages
-        answer = self.pages.ask(self.first(request) - len(hit), hit)
+        answer = self.pages.ask(self.pages_to_start(request) - len(hit), hit)
         return "later" if answer == "ok" and not self.states.free else answer
 
     def admit(self, request: Request) -> bool:
         """Start a waiting request: its pages, those of a hit in front, and a state slot; False where
         it has to wait. `request.computed` is then where its rows begin."""
-        start = self.start(request)
+        start = self.match(request)
         if self._ask(request, start) != "ok":
             return False
         hit = [] if start is None else [*start.pages]
         self.pages.pin(hit)  # before the others are taken, which may reclaim cached pages
-        request.pages = hit + self.pages.take(self.first(request) - len(hit))
+        request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
         request.slot = self.states.take(1)[0]
         if self.reuse is not None and start is not None:
             self.reuse.begin(request, start)
@@ -78,7 +78,7 @@ class Room:
         request.state = "running"
         return True
 
-    def grow(self, request: Request, tokens: int | None = None) -> bool:
+    def extend(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens of a running request (None: for all that its next decode step may
         write); False, changing nothing, where they are not there."""
         tokens = request.length + self.lookahead if tokens is None else tokens
@@ -141,7 +141,7 @@ class Room:
         for request in held:
             self.trim(request)
 
-    def end(self, request: Request, reason: str = "abort") -> None:
+    def finish(self, request: Request, reason: str = "abort") -> None:
         """Count a request that has finished, or finishes here for this reason, and take back what it
         holds. Every end comes here, whatever a scheduler forgets; who is not its scheduler tells
         that before (`release`)."""

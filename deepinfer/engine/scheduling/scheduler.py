@@ -1,4 +1,4 @@
-"""Who runs, prefill or decode, and how many rows each. Schedulers are plain classes over a `Room`.
+"""Who runs, prefill or decode, and how many rows each. Schedulers are plain classes over a `Resources`.
 
     FCFS         first come, first served; a step is all prefill or all decode, prefill goes first
     DecodeOrder  the same, and decode takes the shortest outputs first, as DeepInfer does
@@ -23,13 +23,13 @@ from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.scheduling.output import KINDS, Schedule, Share
-from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.scheduling.resources import Resources
 
 
 class SchedulerProtocol(Protocol):
     """What an engine asks of a scheduler. Everything else is its own affair."""
 
-    def start(self, room: Room) -> SchedulerProtocol:
+    def start(self, resources: Resources) -> SchedulerProtocol:
         """The copy that one engine runs, over its own room."""
         ...
 
@@ -39,7 +39,7 @@ class SchedulerProtocol(Protocol):
 
     def schedule(self) -> Schedule:
         """The next step. Every share's request runs and has the pages that its rows are written to
-        (`room.admit`, `room.grow`). A request without a row left (computed == length) waits for its
+        (`resources.admit`, `resources.extend`). A request without a row left (computed == length) waits for its
         last token: leave it out."""
         ...
 
@@ -49,12 +49,12 @@ class SchedulerProtocol(Protocol):
 
     def release(self, request: Request) -> None:
         """This request is finished, or was aborted, whether it ran or waited: forget it, and
-        `room.free` it."""
+        `resources.free` it."""
         ...
 
     def recover(self, requests: Iterable[Request]) -> None:
         """A step ended in an error or an interrupt, at any line: these are all requests, and their
-        states, pages and slots are right (`room.recover`). Set the queues right."""
+        states, pages and slots are right (`resources.recover`). Set the queues right."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class FCFS:
     being computed again, as DeepInfer's servers do.
     """
 
-    room: Room
+    resources: Resources
 
     def __init__(self, *, max_context: int | None = None, stop_preempted: bool = False) -> None:
         if max_context is not None and max_context < 1:
@@ -92,10 +92,10 @@ class FCFS:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def start(self, room: Room) -> Self:
+    def start(self, resources: Resources) -> Self:
         own = copy.copy(self)
-        mine = {k: v for k, v in vars(self).items() if k not in ("room", "waiting", "running")}
-        own.__dict__ = {**copy.deepcopy(mine), "waiting": deque(), "running": [], "room": room}
+        mine = {k: v for k, v in vars(self).items() if k not in ("resources", "waiting", "running")}
+        own.__dict__ = {**copy.deepcopy(mine), "waiting": deque(), "running": [], "resources": resources}
         return own
 
     # ------------------------------------------------------------------------------ the queues
@@ -106,9 +106,9 @@ class FCFS:
     def preempt(self, request: Request) -> None:
         self.running.remove(request)
         if self.stop_preempted:
-            self.room.end(request, "preempted")
+            self.resources.finish(request, "preempted")
             return
-        self.room.preempt(request)
+        self.resources.preempt(request)
         self.wait_again(request)
 
     def wait_again(self, request: Request) -> None:
@@ -120,10 +120,10 @@ class FCFS:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        self.room.free(request)
+        self.resources.free(request)
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """After a step that was interrupted anywhere, and `room.recover`: each of these requests is
+        """After a step that was interrupted anywhere, and `resources.recover`: each of these requests is
         in the queue of its state once. Those that were on the way between queues wait in front."""
         alive = {r.id: r for r in requests}
 
@@ -147,7 +147,7 @@ class FCFS:
 
     def schedule(self) -> Schedule:
         """All prefill where there is any to do, else all decode."""
-        rows = self.room.max_rows
+        rows = self.resources.max_rows
         if shares := self.prefill(rows):
             return Schedule("prefill", tuple(shares))
         if shares := self.decode(rows):
@@ -166,8 +166,8 @@ class FCFS:
         """Whether the head of the queue could start now."""
         return (
             bool(self.waiting)
-            and len(self.running) < self.room.max_num_seqs
-            and self.room.ask(self.waiting[0]) == "ok"
+            and len(self.running) < self.resources.max_num_seqs
+            and self.resources.can_admit(self.waiting[0]) == "ok"
         )
 
     def prefill(self, rows: int, admit: bool = True) -> list[Share]:
@@ -179,7 +179,7 @@ class FCFS:
             head = begun[0] if begun else self.waiting[0] if admit and self.next_fits() else None
             if head is None:
                 break
-            start = head.computed if begun else self.room.start_at(head)
+            start = head.computed if begun else self.resources.start_at(head)
             context += min(head.length, start + rows)
             if shares and self.max_context is not None and context > self.max_context:
                 break
@@ -187,7 +187,7 @@ class FCFS:
                 begun.popleft()
                 if not self.hold(head, min(head.length, start + rows)):
                     continue
-            elif self.room.admit(head):
+            elif self.resources.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
             chunk = Share(head, head.computed, min(head.length, head.computed + rows))
@@ -197,7 +197,7 @@ class FCFS:
 
     def decode(self, rows: int) -> list[Share]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
-        most = max(rows // (1 + self.room.lookahead), 1)
+        most = max(rows // (1 + self.resources.lookahead), 1)
         chosen: list[Request] = []
         for request in self.order([r for r in self.running if r.decoding]):
             if len(chosen) == most:
@@ -209,7 +209,7 @@ class FCFS:
     def hold(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens (None: for a decode step), while others give way; False where
         the request itself gave way, to this one or before."""
-        while request.state == "running" and not self.room.grow(request, tokens):
+        while request.state == "running" and not self.resources.extend(request, tokens):
             self.preempt(self.victim())
         return request.state == "running"
 
@@ -239,10 +239,12 @@ class Mixed(FCFS):
     stop those that are being written. For comparison: DeepInfer never mixes."""
 
     def schedule(self) -> Schedule:
-        before = self.room.stats.preemptions
-        decode = self.decode(self.room.max_rows) if any(r.decoding for r in self.running) else []
-        crowded = bool(decode) and self.room.stats.preemptions > before
-        left = self.room.max_rows - len(decode) * (1 + self.room.lookahead)
+        before = self.resources.stats.preemptions
+        decode = (
+            self.decode(self.resources.max_rows) if any(r.decoding for r in self.running) else []
+        )
+        crowded = bool(decode) and self.resources.stats.preemptions > before
+        left = self.resources.max_rows - len(decode) * (1 + self.resources.lookahead)
         prefill = self.prefill(left, admit=not crowded)
         if decode and prefill:
             return Schedule("mixed", (*decode, *prefill))
@@ -303,7 +305,9 @@ def _with_context(scheduler: Any, max_context: int) -> SchedulerProtocol:
     return own
 
 
-def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Room) -> Schedule:
+def require_runnable(
+    schedule: Schedule, scheduler: SchedulerProtocol, resources: Resources
+) -> Schedule:
     """The schedule, if an engine can run it. Raises ValueError naming the scheduler and the first
     share that cannot run: it would write where it holds no page, or twice."""
     if not isinstance(schedule, Schedule):
@@ -318,7 +322,7 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
         if not isinstance(s, Share):
             raise TypeError(f"{scheduler!r} scheduled {s!r}: want Shares")
         r, true = s.request, Share(s.request, s.start, s.stop)
-        written = s.stop + (room.lookahead if s.decode else 0)
+        written = s.stop + (resources.lookahead if s.decode else 0)
         laws = [
             (r.state == "running", f"is {r.state}"),
             (r.id not in seen, "is listed twice"),
@@ -331,8 +335,8 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
                 f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows",
             ),
             (
-                room.pages_of(written) <= len(r.pages),
-                f"holds {len(r.pages)} pages, {room.pages_of(written)} are written to",
+                resources.pages_of(written) <= len(r.pages),
+                f"holds {len(r.pages)} pages, {resources.pages_of(written)} are written to",
             ),
         ]
         for holds, broken in laws:
@@ -340,8 +344,10 @@ def require_runnable(schedule: Schedule, scheduler: SchedulerProtocol, room: Roo
                 raise ValueError(f"{scheduler!r} scheduled request {r.id}, which {broken}")
         seen.add(r.id)
     rows = sum(s.stop - s.start for s in schedule.shares)
-    if rows > max(room.max_rows, 1):
-        raise ValueError(f"{scheduler!r} scheduled {rows} rows, a step has at most {room.max_rows}")
+    if rows > max(resources.max_rows, 1):
+        raise ValueError(
+            f"{scheduler!r} scheduled {rows} rows, a step has at most {resources.max_rows}"
+        )
     if schedule.shares and schedule.kind == "idle":
         raise ValueError(f"{scheduler!r} scheduled rows as 'idle': want prefill, decode or mixed")
     if schedule.kind == "decode" and not all(s.decode for s in schedule.shares):

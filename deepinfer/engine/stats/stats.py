@@ -29,7 +29,7 @@ from deepinfer.engine.stats.records import HostLane, RequestRecord, StepRecord, 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
     from deepinfer.engine.scheduling.output import Share
-    from deepinfer.engine.scheduling.resources import Room
+    from deepinfer.engine.scheduling.resources import Resources
     from deepinfer.engine.stats.timeline import Timeline
     from deepinfer.tables.table import Table
 
@@ -133,12 +133,12 @@ class Stats:
         if self._marks and self._marks[-1][0] is record:
             self.clock.wait(self._marks[-1][3])
 
-    def load(self, record: StepRecord, room: Room, unfinished: int) -> None:
+    def load(self, record: StepRecord, resources: Resources, unfinished: int) -> None:
         """What the engine holds while this step runs; unfinished: requests waiting or running."""
-        record.running = room.states.size - room.states.free
+        record.running = resources.states.size - resources.states.free
         record.waiting = max(unfinished - record.running, 0)
-        record.kv_usage = room.pages.used / room.pages.size
-        record.state_usage = record.running / room.max_num_seqs
+        record.kv_usage = resources.pages.used / resources.pages.size
+        record.state_usage = record.running / resources.max_num_seqs
         record.preempted, self._preempted = self.preemptions - self._preempted, self.preemptions
 
     def ran(

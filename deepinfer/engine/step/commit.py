@@ -33,7 +33,7 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     shares = [settled(s) if i in landing else s for i, s in enumerate(flight.shares)]
     drafts = dict(zip(flight.emitters, (range(n - 1) for n in values.rows)))
     verified = [drafts.get(i, range(0)) for i in range(len(shares))]
-    stats.ran(record, flight.kind, shares, verified, rt.room.max_rows)
+    stats.ran(record, flight.kind, shares, verified, rt.resources.max_rows)
     written = {i: max(a.written for a in shares[i].request.ahead) for i in landing}
     for i in landing:
         request = shares[i].request
@@ -55,9 +55,9 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     for i in landing:
         if shares[i].request.finished:
             rt.scheduler.release(shares[i].request)
-            rt.room.end(shares[i].request)
+            rt.resources.finish(shares[i].request)
         else:
-            rt.room.trim(shares[i].request)
+            rt.resources.trim(shares[i].request)
 
 
 def alone(request: Request, write: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ def undo(rt: Runtime, flights: list[Flight]) -> None:
         written = max([0, *(a.written for a in request.ahead)])
         lost = written - request.stored > rt.limits.backtracking
         if lost or not whole or request.stored < began.get(request.id, 0):
-            rt.room.requeue(request)  # `recover` puts it into its queue
+            rt.resources.requeue(request)  # `recover` puts it into its queue
         request.ahead = ()
 
 

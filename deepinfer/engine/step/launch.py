@@ -34,7 +34,7 @@ def launch(
 ) -> None:
     """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
     stats, record = rt.stats, flight.record
-    stats.load(record, rt.room, rt.scheduler.unfinished)
+    stats.load(record, rt.resources, rt.scheduler.unfinished)
     stats.turn(record, "launch")
     plan, most = prepare(rt, schedule, flight, before, tap_of)
     for share, drafts in zip(flight.shares, most):

@@ -143,7 +143,7 @@ class Loop:
         return self._queue(child)
 
     def _queue(self, request: Request) -> Request:
-        rt, need = self.rt, self.rt.room.most(request)
+        rt, need = self.rt, self.rt.resources.pages_at_most(request)
         if rt.pages.ask(need) == "never":
             raise ValueError(
                 f"the request needs {need} pages of {rt.limits.page_size} tokens, the pool has "
@@ -189,7 +189,7 @@ class Loop:
         if not request.finished:
             request.finish(reason, error)
             self.rt.scheduler.release(request)
-        self.rt.room.end(request)
+        self.rt.resources.finish(request)
 
     @property
     def unfinished(self) -> int:
@@ -242,10 +242,10 @@ class Loop:
         rt = self.rt
         if self.flights and overlap.short_of_pages(rt, self.requests.values()):
             self._land_first(record, "pages are short")
-        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
         if overlap.needs_the_step_before(schedule, self.flights):
             self._land_first(record, "a mixed step")
-            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.room)
+            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
         return schedule
 
     def _land_first(self, record: StepRecord, why: str) -> None:
@@ -301,7 +301,7 @@ class Loop:
             if request.finished:
                 rt.stats.ended(request)
         self._gone = []
-        rt.room.recover(self.requests.values())
+        rt.resources.recover(self.requests.values())
         rt.scheduler.recover(self.requests.values())
         self._hurt = False
 

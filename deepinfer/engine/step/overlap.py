@@ -42,13 +42,13 @@ def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
     """Whether somebody would have to give way if every draft on its way were accepted. Then the step
     is committed first: who has finished makes room, and nobody gives way for tokens that do not
     come, or with its own last token in the air."""
-    room = rt.room
+    resources = rt.resources
     missing = sum(
-        max(room.pages_of(r.length + room.lookahead) - len(r.pages), 0)
+        max(resources.pages_of(r.length + resources.lookahead) - len(r.pages), 0)
         for r in requests
         if r.state == "running" and r.decoding
     )
-    return room.pages.ask(missing) != "ok"
+    return resources.pages.ask(missing) != "ok"
 
 
 def needs_the_step_before(schedule: Schedule, flights: list[Flight]) -> bool:

@@ -484,7 +484,7 @@ def test_of_two_chunks_in_a_step_the_broken_one_alone_leaves_nothing():
     eng.generate(LONG[:24], params(most=1))
     before, other = eng.cache.pages, stream(40, 8, high=90)
     a, b = eng.add(LONG[:40], params(most=1)), eng.add(other, params(most=1))
-    experts.layer, experts.row = 1, 40 - eng.runtime.room.start_at(eng.requests[a]) + 3
+    experts.layer, experts.row = 1, 40 - eng.runtime.resources.start_at(eng.requests[a]) + 3
     done = {c.index: c for c in eng.step()}
     assert done[a].error is None and isinstance(done[b].error, ArithmeticError)
     assert eng.cache.pages == before + 2

@@ -275,9 +275,16 @@ def test_a_step_that_fails_in_a_recompute_runs_again(clean, name):
 
 # ------------------------------------------------------------------------------ an interrupt, anywhere
 
-PARTS = tuple(
-    [f"engine/{n}.py" for n in ("scheduler", "room", "commit", "step", "reuse", "crossings")]
-    + [f"cache/{n}.py" for n in ("pages", "prefix", "snapshots")]
+PARTS = (
+    "scheduling/scheduler.py",
+    "scheduling/resources.py",
+    "step/commit.py",
+    "step/execute.py",
+    "prefix/manager.py",
+    "prefix/snapshot_capture.py",
+    "cache/pages.py",
+    "cache/prefix_index.py",
+    "cache/snapshots.py",
 )
 CLEANUP = ("release", "free", "give", "_check", "recover", "recount", "know")
 
@@ -329,12 +336,12 @@ def test_what_was_lost_is_found_again():
     rt.pages.take(3), rt.states.take(1)  # on the way to nobody
     rt.scheduler.running.pop()
     rt.scheduler.waiting.appendleft(rt.scheduler.running[0])
-    rt.room.recover(eng.requests.values())
+    rt.resources.recover(eng.requests.values())
     rt.scheduler.recover(eng.requests.values())
     check(eng)
     assert [r.id for r in rt.scheduler.running] == [numbers[1], numbers[0]]
     eng.requests[numbers[0]].slot = 0
-    rt.room.recover(eng.requests.values())
+    rt.resources.recover(eng.requests.values())
     rt.scheduler.recover(eng.requests.values())
     check(eng)
     assert [r.id for r in rt.scheduler.waiting] == [numbers[0], numbers[2]]

@@ -19,7 +19,7 @@ from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
 from deepinfer.engine.scheduling.output import Schedule, Share
-from deepinfer.engine.scheduling.resources import Room
+from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.scheduling.scheduler import (
     FCFS,
     SCHEDULERS,
@@ -33,8 +33,8 @@ from deepinfer.slots.verifier import Fixed
 torch.set_num_threads(1)
 
 
-def room(pages=12, seqs=4, rows=16, page=4, lookahead=0) -> Room:
-    return Room(
+def resources(pages=12, seqs=4, rows=16, page=4, lookahead=0) -> Resources:
+    return Resources(
         PageManager(pages),
         Pool("state slots", seqs + 1),
         Stats(),
@@ -71,7 +71,7 @@ def perform(schedule: Schedule, drafts: int = 0) -> None:
 
 def step(scheduler, drafts: int = 0) -> Schedule:
     made = require_runnable(
-        scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).room
+        scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).resources
     )
     perform(made, drafts)
     for s in made.shares:
@@ -84,7 +84,7 @@ def step(scheduler, drafts: int = 0) -> Schedule:
 
 
 def test_prefill_goes_first_in_chunks_and_in_order():
-    s = FCFS().start(room(rows=6))
+    s = FCFS().start(resources(rows=6))
     for i, n in enumerate((4, 9, 2)):
         s.add(request(i, n))
     said = [step(s) for _ in range(4)]
@@ -100,15 +100,15 @@ def test_prefill_goes_first_in_chunks_and_in_order():
 
 
 def test_nobody_is_admitted_before_the_rows_are_there():
-    s = FCFS().start(room(rows=6))
+    s = FCFS().start(resources(rows=6))
     for i in range(3):
         s.add(request(i, 6))
     step(s)
-    assert [r.id for r in s.running] == [0] and s.room.pages.used == 2
+    assert [r.id for r in s.running] == [0] and s.resources.pages.used == 2
 
 
 def test_the_context_of_a_prefill_step_is_capped():
-    s = FCFS(max_context=10).start(room(pages=40, rows=16))
+    s = FCFS(max_context=10).start(resources(pages=40, rows=16))
     for i, n in enumerate((4, 6, 1, 14, 2)):
         s.add(request(i, n))
     assert [ran(step(s)) for _ in range(2)] == [[(0, 0, 4), (1, 0, 6)], [(2, 0, 1)]]
@@ -121,7 +121,7 @@ def test_the_context_of_a_prefill_step_is_capped():
 def test_the_cap_counts_context_and_not_rows():
     """The rows of a second chunk look at those of the first."""
     s = FCFS(max_context=10)
-    s = s.start(room(pages=40, rows=6))
+    s = s.start(resources(pages=40, rows=6))
     s.add(request(0, 9))
     s.add(request(1, 3))
     assert ran(step(s)) == [(0, 0, 6)]
@@ -132,14 +132,14 @@ def test_the_cap_counts_context_and_not_rows():
 def test_the_order_of_decode():
     """Two rows a step: FCFS finishes the first two, DeepInfer's order lets all advance together."""
     for kind, want in ((FCFS, [4, 4, 1, 1]), (DecodeOrder, [3, 3, 2, 2])):
-        s = kind().start(room(pages=40, rows=2))
+        s = kind().start(resources(pages=40, rows=2))
         made = [request(i, 1) for i in range(4)]
         for r in made:
             s.add(r)
         for _ in range(2 + 3):
             step(s)
         assert [len(r.output) for r in made] == want
-    s = DecodeOrder().start(room(pages=40, rows=16))
+    s = DecodeOrder().start(resources(pages=40, rows=16))
     for i, n in enumerate((3, 9, 5)):
         s.add(request(i, n))
     step(s), step(s)
@@ -147,7 +147,7 @@ def test_the_order_of_decode():
 
 
 def test_mixed_steps_have_decode_rows_and_then_prefill_rows():
-    s = Mixed().start(room(rows=6, lookahead=1, pages=40))
+    s = Mixed().start(resources(rows=6, lookahead=1, pages=40))
     s.add(request(0, 4))
     assert step(s).kind == "prefill"
     s.add(request(1, 9))
@@ -167,12 +167,12 @@ def test_every_random_load_ends(kind, lookahead):
         chance = random.Random(seed)
         page = chance.choice((1, 4, 8))
         s = kind().start(
-            room(
+            resources(
                 chance.randint(2, 14), chance.randint(1, 4), chance.randint(1, 12), page, lookahead
             )
         )
         todo = [request(i, chance.randint(1, 20), chance.randint(1, 12)) for i in range(12)]
-        todo = [r for r in todo if s.room.pages.ask(s.room.most(r)) != "never"]
+        todo = [r for r in todo if s.resources.pages.ask(s.resources.pages_at_most(r)) != "never"]
         alive, first = [], []
         for steps in range(5000):
             if todo and chance.random() < 0.2:
@@ -183,16 +183,16 @@ def test_every_random_load_ends(kind, lookahead):
                 x.request.id for x in made.shares if x.start == 0 and x.request.id not in first
             ]
             held = [p for r in s.running for p in r.pages]
-            assert len(held) == len(set(held)) == s.room.pages.used
+            assert len(held) == len(set(held)) == s.resources.pages.used
             assert [r.id for r in s.waiting] == sorted(r.id for r in s.waiting)
             assert made.shares or not s.unfinished
             rows = sum(x.stop - x.start + lookahead * x.decode for x in made.shares)
-            assert rows <= max(s.room.max_rows, 1 + lookahead)
+            assert rows <= max(s.resources.max_rows, 1 + lookahead)
             if not todo and not s.unfinished:
                 break
         assert not s.unfinished and all(r.finished for r in alive)
-        assert first == sorted(first) and s.room.pages.free == s.room.pages.size
-        assert s.room.states.free == s.room.states.size
+        assert first == sorted(first) and s.resources.pages.free == s.resources.pages.size
+        assert s.resources.states.free == s.resources.states.size
 
 
 # ------------------------------------------------------------------------------- which scheduler
@@ -214,7 +214,7 @@ def test_a_name_a_class_or_an_instance():
             eng = engine(scheduler=value, verifier=Fixed(drafts), max_num_batched_tokens=8)
             assert [c.token_ids for c in eng.generate(PROMPTS, **HOW)] == want
             check_empty(eng)
-    assert engine().settings.scheduler == "fcfs" and not hasattr(mine, "room")
+    assert engine().settings.scheduler == "fcfs" and not hasattr(mine, "resources")
     a, b = engine(scheduler=mine), engine(scheduler=mine)
     assert a.runtime.scheduler is not b.runtime.scheduler is not mine
     again = a.with_(max_num_seqs=2)
@@ -237,7 +237,7 @@ def test_a_name_a_class_or_an_instance():
         ("zzz", ValueError, "the names are fcfs, decode_order, mixed"),
         (None, TypeError, "want a name"),
         (3, TypeError, "has no start, add, schedule"),
-        (Room, TypeError, "cannot be made without arguments"),
+        (Resources, TypeError, "cannot be made without arguments"),
     ],
 )
 def test_what_is_no_scheduler_is_refused_when_the_engine_is_made(value, error, words):
@@ -254,9 +254,9 @@ class OneByOne:
     def __init__(self):
         self.stack = []
 
-    def start(self, room):
+    def start(self, resources):
         own = type(self)()
-        own.room = room
+        own.resources = resources
         return own
 
     def add(self, request):
@@ -267,16 +267,16 @@ class OneByOne:
             return Schedule("idle")
         running = [r for r in self.stack if r.state == "running"]
         r = running[0] if running else self.stack[-1]
-        if not (self.room.grow(r) if running else self.room.admit(r)):
+        if not (self.resources.extend(r) if running else self.resources.admit(r)):
             return Schedule("idle")
         return Schedule("decode" if r.decoding else "prefill", (Share(r, r.computed, r.length),))
 
     def preempt(self, request):
-        self.room.preempt(request)
+        self.resources.preempt(request)
 
     def release(self, request):
         self.stack.remove(request)
-        self.room.free(request)
+        self.resources.free(request)
 
     def recover(self, requests):
         self.stack = [r for r in requests if not r.finished]
@@ -320,7 +320,7 @@ def wild(change):
         (lambda s, m: Schedule("both", m.shares), "a step 'both'"),
         (
             lambda s, m: (
-                s.room.pages.give(m.shares[0].request.pages[1:])
+                s.resources.pages.give(m.shares[0].request.pages[1:])
                 or m.shares[0].request.pages.__delitem__(slice(1, None))
                 or m
             ),
@@ -379,9 +379,9 @@ class Scratch(OneByOne):
     def __init__(self):
         pass
 
-    def start(self, room):
+    def start(self, resources):
         own = type(self)()
-        own.room, own.stack = room, []
+        own.resources, own.stack = resources, []
         return own
 
 
@@ -475,7 +475,7 @@ class Ranks:
         def one(rank: int) -> None:
             gather = self.gather_of(rank)
             s = DataParallel(make(), gather, DataParallelVotes(all_every=7, any_every=10)).start(
-                room(pages=9, rows=8)
+                resources(pages=9, rows=8)
             )
             todo = sorted(loads[rank])
             try:

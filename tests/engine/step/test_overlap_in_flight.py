@@ -185,14 +185,18 @@ def test_pages_of_rejected_drafts_go_back(knowing, monkeypatch, overlap):
     rejected would have needed. Without a step on its way there are none of them."""
     knowing.right = 0
     eng = engine(overlap=overlap, verifier=Fixed(5), num_pages=40, page_size=2)
-    room, schedule, give = eng.runtime.room, eng.runtime.scheduler.schedule, eng.runtime.pages.give
+    resources, schedule, give = (
+        eng.runtime.resources,
+        eng.runtime.scheduler.schedule,
+        eng.runtime.pages.give,
+    )
     surplus, held = [], []
 
     def checked():
         for r in eng.runtime.scheduler.running:
             if r.decoding and not r.ahead:
                 held.append(len(r.pages))
-                assert len(r.pages) <= room.pages_of(r.length + room.lookahead)
+                assert len(r.pages) <= resources.pages_of(r.length + resources.lookahead)
         return schedule()
 
     def counted(pages) -> None:
@@ -200,14 +204,14 @@ def test_pages_of_rejected_drafts_go_back(knowing, monkeypatch, overlap):
         give(pages)
 
     monkeypatch.setattr(eng.runtime.scheduler, "schedule", checked)
-    trim = type(room).trim
+    trim = type(resources).trim
 
     def trimmed(self, request) -> None:
         eng.runtime.pages.give = counted
         trim(self, request)
         eng.runtime.pages.give = give
 
-    monkeypatch.setattr(type(room), "trim", trimmed)
+    monkeypatch.setattr(type(resources), "trim", trimmed)
     same(eng.generate(PROMPTS, PARAMS), serial())
     assert len(held) > 20 and bool(surplus) == overlap
     check_empty(eng)
