@@ -219,7 +219,7 @@ def whole(row: Row) -> str:
 
 
 def same(some: Sequence[Row]) -> Row:
-    """Share of texts that are exact's to the end, in %, with its interval over modules."""
+    """ScheduledRequest of texts that are exact's to the end, in %, with its interval over modules."""
     each: dict[str, list[float]] = {}
     for r in some:
         sums = each.setdefault(str(r["group"]), [0.0, 0.0])

@@ -43,7 +43,7 @@ from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.engine.runtime import Runtime
-    from deepinfer.engine.scheduling.output import Share
+    from deepinfer.engine.scheduling.output import ScheduledRequest
     from deepinfer.engine.trace import Trace
     from deepinfer.tables.table import Table
 
@@ -234,13 +234,13 @@ class Reuse:
 
     # ------------------------------------------------------------------------- what it leaves
 
-    def crossings(self, shares: tuple[Share, ...]) -> Crossings | None:
+    def crossings(self, scheduled: tuple[ScheduledRequest, ...]) -> Crossings | None:
         """What collects the window rows at the page ends inside the prefill chunks of a step."""
         wanted: dict[int, dict[int, int]] = {}
-        for i, share in enumerate(shares):
-            if not share.decode and (ends := self.ends(share)):
+        for i, item in enumerate(scheduled):
+            if not item.decode and (ends := self.ends(item)):
                 wanted[i] = ends
-        return Crossings(self.rt.cache, shares, wanted) if wanted else None
+        return Crossings(self.rt.cache, scheduled, wanted) if wanted else None
 
     def leaves(self, request: Request) -> bool:
         """Whether what it computes now may serve others."""
@@ -257,14 +257,14 @@ class Reuse:
             count = min(count, mine.uncut)
         return count if count >= min(self.uncut, self.rt.config.first_decoder_layer) else 0
 
-    def ends(self, share: Share) -> dict[int, int]:
+    def ends(self, item: ScheduledRequest) -> dict[int, int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet, and of how
         many layers it is to be."""
-        request, size = share.request, self.page_size
+        request, size = item.request, self.page_size
         if not self.snapshots.budget or not self.leaves(request):
             return {}
-        ends = range(share.start // size * size + size, share.stop + 1, size)
-        keys = self.keys(request, share.stop)
+        ends = range(item.start // size * size + size, item.stop + 1, size)
+        keys = self.keys(request, item.stop)
         found = {p: self.layers(request, p) for p in ends if self.keeping.role(request, p)}
         return {p: n for p, n in found.items() if n and self.better(keys, request, p, n)}
 

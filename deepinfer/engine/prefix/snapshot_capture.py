@@ -18,22 +18,26 @@ from deepinfer.cache.snapshots import Snapshot, as_stored, backbone, rows_at
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
-    from deepinfer.engine.scheduling.output import Share
+    from deepinfer.engine.scheduling.output import ScheduledRequest
 
 
 class Crossings:
     """Called by every layer with the window rows that it is about to write. wanted: by number of
-    the share, the page ends in it, ascending, and of how many of the first layers their rows are
+    the scheduled request, the page ends in it, ascending, and of how many of the first layers their rows are
     taken."""
 
     def __init__(
-        self, cache: KVCache, shares: tuple[Share, ...], wanted: dict[int, dict[int, int]]
+        self,
+        cache: KVCache,
+        scheduled: tuple[ScheduledRequest, ...],
+        wanted: dict[int, dict[int, int]],
     ) -> None:
-        self.cache, self.shares, self.wanted = cache, shares, wanted
+        self.cache, self.scheduled, self.wanted = cache, scheduled, wanted
         # As now: the layers run later, and their rows are read later still.
-        self.slots = [s.request.slot for s in shares]
+        self.slots = [s.request.slot for s in scheduled]
         self._marks = {
-            i: (shares[i].request.prefix.exact, max(shares[i].request.plan.floor)) for i in wanted
+            i: (scheduled[i].request.prefix.exact, max(scheduled[i].request.plan.floor))
+            for i in wanted
         }
         self._rows: dict[tuple[int, int], list[Tensor]] = {
             (i, at): [] for i, ends in wanted.items() for at in ends
@@ -52,9 +56,9 @@ class Crossings:
             if not ends:
                 continue
             first, last = segments[i]
-            share = self.shares[i]
+            item = self.scheduled[i]
             own = as_stored(records, rows[first:last])
-            begin = share.stop - (last - first)  # a plan may have dropped rows before this layer
+            begin = item.stop - (last - first)  # a plan may have dropped rows before this layer
             for at in ends:
                 low = at - rows_at(self.cache, at)
                 parts = [own[max(low - begin, 0) : at - begin]]
@@ -69,7 +73,7 @@ class Crossings:
         """By request id and position."""
         out: dict[int, dict[int, Snapshot]] = {}
         for (i, at), rows in self._rows.items():
-            request = self.shares[i].request
+            request = self.scheduled[i].request
             snapshot = Snapshot(at, tuple(rows), *self._marks[i])
             snapshot.check(self.cache)
             out.setdefault(request.id, {})[at] = snapshot

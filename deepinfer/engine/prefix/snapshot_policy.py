@@ -37,7 +37,7 @@ def tail_ends(reserve: int, page_size: int) -> int:
 
 
 class Keeping:
-    """reserve: tokens at the end of a sequence that no hit covers; share: snapshots of one request
+    """reserve: tokens at the end of a sequence that no hit covers; per_request: snapshots of one request
     that fit the budget when as many run as can; kept: rows at the end of a prompt above a replay
     policy's cut (0: it cuts nothing), which no hit saves either. Lengths and positions in tokens."""
 
@@ -46,7 +46,7 @@ class Keeping:
         store: SnapshotStore[Snapshot],
         page_size: int,
         reserve: int,
-        share: int,
+        per_request: int,
         kept: int = 0,
     ) -> None:
         self.store, self.page_size = store, page_size
@@ -54,7 +54,7 @@ class Keeping:
         self.reserve = kept if reserve < kept <= reserve + page_size else reserve
         self.kept = max(kept, self.reserve)
         reserve = self.reserve
-        self.most_spare = max(share - tail_ends(reserve, page_size) - 2, 0)
+        self.most_spare = max(per_request - tail_ends(reserve, page_size) - 2, 0)
         self.spare: dict[bytes, None] = {}  # oldest first; some may be gone
         self.tails: dict[bytes, set[int]] = {}  # ids of the requests that have it as their tail
 

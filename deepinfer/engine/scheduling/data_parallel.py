@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer.engine.request import Request
-from deepinfer.engine.scheduling.output import Schedule
+from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.scheduling.scheduler import FCFS
 
@@ -107,17 +107,17 @@ class DataParallel:
             resources.pages.used <= self.full * resources.pages.size and self.inner.next_fits()
         )
 
-    def schedule(self) -> Schedule:
-        """The next step; one without shares where the other ranks have rows of that kind."""
+    def schedule(self) -> SchedulerOutput:
+        """The next step; one without requests where the other ranks have rows of that kind."""
         inner, rows = self.inner, self.inner.resources.max_rows
         wants = self.want_prefill()
         busy = self.gather(any(r.decoding for r in inner.running))
-        shares = []
+        scheduled = []
         if self.votes.attempt(self.gather(wants), busy) and wants:
-            shares = inner.prefill(rows)
-        if self.votes.settle(self.gather(bool(shares))) == "prefill":
-            return Schedule("prefill", tuple(shares))
-        return Schedule("decode", tuple(inner.decode(rows)))
+            scheduled = inner.prefill(rows)
+        if self.votes.settle(self.gather(bool(scheduled))) == "prefill":
+            return SchedulerOutput("prefill", tuple(scheduled))
+        return SchedulerOutput("decode", tuple(inner.decode(rows)))
 
     def add(self, request: Request) -> None:
         self.inner.add(request)

@@ -8,12 +8,12 @@ from deepinfer.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One request's rows of a step: positions start..stop-1. Drafts come on top in a decode share.
+class ScheduledRequest:
+    """One request's rows of a step: positions start..stop-1. Drafts come on top in a decode request.
 
     emits: whether its last row gives the next token; decode: whether it is the one row behind the
-    last token, to which drafts are added. Both as they are when the share is made. While a step is
-    on its way, start and stop of a decode share are upper bounds (see `Request`).
+    last token, to which drafts are added. Both as they are when the scheduled request is made. While a step is
+    on its way, start and stop of a decode request are upper bounds (see `Request`).
     """
 
     request: Request
@@ -35,8 +35,8 @@ KINDS = ("prefill", "decode", "mixed", "idle")
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """kind: one of KINDS; 'idle' has no shares."""
+class SchedulerOutput:
+    """kind: one of KINDS; 'idle' has no requests."""
 
     kind: str
-    shares: tuple[Share, ...] = ()
+    scheduled: tuple[ScheduledRequest, ...] = ()

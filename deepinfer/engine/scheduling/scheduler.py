@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
-from deepinfer.engine.scheduling.output import KINDS, Schedule, Share
+from deepinfer.engine.scheduling.output import KINDS, ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.resources import Resources
 
 
@@ -37,8 +37,8 @@ class SchedulerProtocol(Protocol):
         """A new request, which fits the room alone."""
         ...
 
-    def schedule(self) -> Schedule:
-        """The next step. Every share's request runs and has the pages that its rows are written to
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Every scheduled request runs and has the pages that its rows are written to
         (`resources.admit`, `resources.extend`). A request without a row left (computed == length) waits for its
         last token: leave it out."""
         ...
@@ -95,7 +95,12 @@ class FCFS:
     def start(self, resources: Resources) -> Self:
         own = copy.copy(self)
         mine = {k: v for k, v in vars(self).items() if k not in ("resources", "waiting", "running")}
-        own.__dict__ = {**copy.deepcopy(mine), "waiting": deque(), "running": [], "resources": resources}
+        own.__dict__ = {
+            **copy.deepcopy(mine),
+            "waiting": deque(),
+            "running": [],
+            "resources": resources,
+        }
         return own
 
     # ------------------------------------------------------------------------------ the queues
@@ -145,14 +150,14 @@ class FCFS:
 
     # -------------------------------------------------------------------------------- the step
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         """All prefill where there is any to do, else all decode."""
         rows = self.resources.max_rows
-        if shares := self.prefill(rows):
-            return Schedule("prefill", tuple(shares))
-        if shares := self.decode(rows):
-            return Schedule("decode", tuple(shares))
-        return Schedule("idle")
+        if scheduled := self.prefill(rows):
+            return SchedulerOutput("prefill", tuple(scheduled))
+        if scheduled := self.decode(rows):
+            return SchedulerOutput("decode", tuple(scheduled))
+        return SchedulerOutput("idle")
 
     def want_prefill(self) -> bool:
         """Whether a prefill step would have rows: the question that data-parallel ranks vote on."""
@@ -170,9 +175,9 @@ class FCFS:
             and self.resources.can_admit(self.waiting[0]) == "ok"
         )
 
-    def prefill(self, rows: int, admit: bool = True) -> list[Share]:
+    def prefill(self, rows: int, admit: bool = True) -> list[ScheduledRequest]:
         """Chunks of those that run, then of those that can start, up to `rows` rows."""
-        shares: list[Share] = []
+        scheduled: list[ScheduledRequest] = []
         context = 0
         begun = deque(r for r in self.running if r.prefilling)
         while rows > 0:
@@ -181,7 +186,7 @@ class FCFS:
                 break
             start = head.computed if begun else self.resources.start_at(head)
             context += min(head.length, start + rows)
-            if shares and self.max_context is not None and context > self.max_context:
+            if scheduled and self.max_context is not None and context > self.max_context:
                 break
             if begun:
                 begun.popleft()
@@ -190,12 +195,12 @@ class FCFS:
             elif self.resources.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
-            chunk = Share(head, head.computed, min(head.length, head.computed + rows))
-            shares.append(chunk)
+            chunk = ScheduledRequest(head, head.computed, min(head.length, head.computed + rows))
+            scheduled.append(chunk)
             rows -= chunk.stop - chunk.start
-        return [s for s in shares if s.request.state == "running"]
+        return [s for s in scheduled if s.request.state == "running"]
 
-    def decode(self, rows: int) -> list[Share]:
+    def decode(self, rows: int) -> list[ScheduledRequest]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
         most = max(rows // (1 + self.resources.lookahead), 1)
         chosen: list[Request] = []
@@ -204,7 +209,7 @@ class FCFS:
                 break
             self.hold(request)
             chosen = [r for r in (*chosen, request) if r.state == "running"]
-        return [Share(r, r.computed, r.length) for r in chosen]
+        return [ScheduledRequest(r, r.computed, r.length) for r in chosen]
 
     def hold(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens (None: for a decode step), while others give way; False where
@@ -230,7 +235,7 @@ class DecodeOrder(FCFS):
     def order(self, ready: list[Request]) -> list[Request]:
         return sorted(ready, key=lambda r: (len(r.output), r.id))
 
-    def decode(self, rows: int) -> list[Share]:
+    def decode(self, rows: int) -> list[ScheduledRequest]:
         return sorted(super().decode(rows), key=lambda s: (-s.stop, s.request.id))
 
 
@@ -238,7 +243,7 @@ class Mixed(FCFS):
     """Every decode row first, then prefill chunks in the rows that are left: a new prompt does not
     stop those that are being written. For comparison: DeepInfer never mixes."""
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         before = self.resources.stats.preemptions
         decode = (
             self.decode(self.resources.max_rows) if any(r.decoding for r in self.running) else []
@@ -247,9 +252,9 @@ class Mixed(FCFS):
         left = self.resources.max_rows - len(decode) * (1 + self.resources.lookahead)
         prefill = self.prefill(left, admit=not crowded)
         if decode and prefill:
-            return Schedule("mixed", (*decode, *prefill))
+            return SchedulerOutput("mixed", (*decode, *prefill))
         kind = "decode" if decode else "prefill" if prefill else "idle"
-        return Schedule(kind, (*decode, *prefill))
+        return SchedulerOutput(kind, (*decode, *prefill))
 
 
 # ------------------------------------------------------------------------- which one, and is it one
@@ -306,22 +311,22 @@ def _with_context(scheduler: Any, max_context: int) -> SchedulerProtocol:
 
 
 def require_runnable(
-    schedule: Schedule, scheduler: SchedulerProtocol, resources: Resources
-) -> Schedule:
+    schedule: SchedulerOutput, scheduler: SchedulerProtocol, resources: Resources
+) -> SchedulerOutput:
     """The schedule, if an engine can run it. Raises ValueError naming the scheduler and the first
-    share that cannot run: it would write where it holds no page, or twice."""
-    if not isinstance(schedule, Schedule):
+    request that cannot run: it would write where it holds no page, or twice."""
+    if not isinstance(schedule, SchedulerOutput):
         raise TypeError(
-            f"{scheduler!r}.schedule() returned {schedule!r}: want a Schedule, Schedule('idle') where "
+            f"{scheduler!r}.schedule() returned {schedule!r}: want a SchedulerOutput, SchedulerOutput('idle') where "
             "nothing can run"
         )
     if schedule.kind not in KINDS:
         raise ValueError(f"{scheduler!r} scheduled a step {schedule.kind!r}: want one of {KINDS}")
     seen: set[int] = set()
-    for s in schedule.shares:
-        if not isinstance(s, Share):
-            raise TypeError(f"{scheduler!r} scheduled {s!r}: want Shares")
-        r, true = s.request, Share(s.request, s.start, s.stop)
+    for s in schedule.scheduled:
+        if not isinstance(s, ScheduledRequest):
+            raise TypeError(f"{scheduler!r} scheduled {s!r}: want ScheduledRequests")
+        r, true = s.request, ScheduledRequest(s.request, s.start, s.stop)
         written = s.stop + (resources.lookahead if s.decode else 0)
         laws = [
             (r.state == "running", f"is {r.state}"),
@@ -343,13 +348,13 @@ def require_runnable(
             if not holds:
                 raise ValueError(f"{scheduler!r} scheduled request {r.id}, which {broken}")
         seen.add(r.id)
-    rows = sum(s.stop - s.start for s in schedule.shares)
+    rows = sum(s.stop - s.start for s in schedule.scheduled)
     if rows > max(resources.max_rows, 1):
         raise ValueError(
             f"{scheduler!r} scheduled {rows} rows, a step has at most {resources.max_rows}"
         )
-    if schedule.shares and schedule.kind == "idle":
+    if schedule.scheduled and schedule.kind == "idle":
         raise ValueError(f"{scheduler!r} scheduled rows as 'idle': want prefill, decode or mixed")
-    if schedule.kind == "decode" and not all(s.decode for s in schedule.shares):
+    if schedule.kind == "decode" and not all(s.decode for s in schedule.scheduled):
         raise ValueError(f"{scheduler!r} scheduled prefill rows in a decode step: call it mixed")
     return schedule

@@ -181,11 +181,11 @@ class Tally:
         return self.total / self.count if self.count else None
 
 
-def percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The value below which `share` (0 to 1) of sorted values lie, linear between neighbours."""
+def percentile(ordered: Sequence[float], fraction: float) -> float | None:
+    """The value below which `fraction` (0 to 1) of sorted values lie, linear between neighbours."""
     if not ordered:
         return None
-    at = share * (len(ordered) - 1)
+    at = fraction * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])

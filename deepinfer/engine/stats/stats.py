@@ -28,7 +28,7 @@ from deepinfer.engine.stats.records import HostLane, RequestRecord, StepRecord, 
 
 if TYPE_CHECKING:
     from deepinfer.engine.request import Request
-    from deepinfer.engine.scheduling.output import Share
+    from deepinfer.engine.scheduling.output import ScheduledRequest
     from deepinfer.engine.scheduling.resources import Resources
     from deepinfer.engine.stats.timeline import Timeline
     from deepinfer.tables.table import Table
@@ -145,22 +145,22 @@ class Stats:
         self,
         record: StepRecord,
         kind: str,
-        shares: Sequence[Share],
+        scheduled: Sequence[ScheduledRequest],
         drafts: Sequence[Sized],
         max_rows: int,
     ) -> None:
-        """What this step ran: shares with their verified drafts; max_rows: most rows of a step."""
-        record.kind, record.requests = kind, len(shares)
+        """What this step ran: requests with their verified drafts; max_rows: most rows of a step."""
+        record.kind, record.requests = kind, len(scheduled)
         shortest = 0
-        for share, drafted in zip(shares, drafts):
-            request, seqlen_k = share.request, share.stop + len(drafted)
-            rows = seqlen_k - share.start
-            if share.decode:
+        for item, drafted in zip(scheduled, drafts):
+            request, seqlen_k = item.request, item.stop + len(drafted)
+            rows = seqlen_k - item.start
+            if item.decode:
                 record.decode_rows += rows
                 record.verified += len(drafted)
             else:
                 record.prefill_rows += rows
-                record.chunked += not share.emits
+                record.chunked += not item.emits
             record.sum_seqlen_qxk += rows * seqlen_k
             record.max_seqlen_k = max(record.max_seqlen_k, seqlen_k)
             shortest = min(shortest or seqlen_k, seqlen_k)
@@ -268,7 +268,7 @@ class Stats:
         live.preemptions = request.preemptions
         gaps = sorted(live.gaps)
         if gaps:
-            p50, p90, p99 = (percentile(gaps, share) or 0.0 for share in (0.5, 0.9, 0.99))
+            p50, p90, p99 = (percentile(gaps, item) or 0.0 for item in (0.5, 0.9, 0.99))
             live.itl = (p50, p90, p99)
             self.gaps.extend(gaps)
             self.tallies["ITL"].add(*gaps)
@@ -305,12 +305,12 @@ class Stats:
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Share of the prompt tokens of requests that began which the prefix cache had."""
+        """ScheduledRequest of the prompt tokens of requests that began which the prefix cache had."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the time with work to do in which the device did nothing. None before a step."""
+        """ScheduledRequest of the time with work to do in which the device did nothing. None before a step."""
         seconds = sum(self.seconds.values())
         return 1 - self.device_seconds / seconds if seconds else None
 

@@ -271,5 +271,5 @@ def milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def percent(item: float | None) -> float | None:
+    return None if item is None else 100 * item

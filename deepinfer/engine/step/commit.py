@@ -13,7 +13,7 @@ from functools import partial
 from deepinfer.engine.completion import TokenStep
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.output import Share
+from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step.in_flight import Flight, Outcome
 from deepinfer.engine.step.launch import require_rows
@@ -29,35 +29,35 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     if result.asked is not None:
         require_rows(rt, result.asked.tolist(), flight.budget)
     values = Emitted.of(result)
-    landing = [i for i, s in enumerate(flight.shares) if s.request.in_flight(flight.step)]
-    shares = [settled(s) if i in landing else s for i, s in enumerate(flight.shares)]
+    landing = [i for i, s in enumerate(flight.scheduled) if s.request.in_flight(flight.step)]
+    scheduled = [settled(s) if i in landing else s for i, s in enumerate(flight.scheduled)]
     drafts = dict(zip(flight.emitters, (range(n - 1) for n in values.rows)))
-    verified = [drafts.get(i, range(0)) for i in range(len(shares))]
-    stats.ran(record, flight.kind, shares, verified, rt.resources.max_rows)
-    written = {i: max(a.written for a in shares[i].request.ahead) for i in landing}
+    verified = [drafts.get(i, range(0)) for i in range(len(scheduled))]
+    stats.ran(record, flight.kind, scheduled, verified, rt.resources.max_rows)
+    written = {i: max(a.written for a in scheduled[i].request.ahead) for i in landing}
     for i in landing:
-        request = shares[i].request
-        request.stored, request.ahead = shares[i].stop, request.ahead[1:]
+        request = scheduled[i].request
+        request.stored, request.ahead = scheduled[i].stop, request.ahead[1:]
     for i in landing:
-        alone(shares[i].request, partial(prompt_logprobs, shares[i], result, i, record.step))
-    for i, position in broken_chunks(shares, result):
+        alone(scheduled[i].request, partial(prompt_logprobs, scheduled[i], result, i, record.step))
+    for i, position in broken_chunks(scheduled, result):
         if i in written:
-            alone(shares[i].request, partial(end_broken, shares[i], position, record.step))
+            alone(scheduled[i].request, partial(end_broken, scheduled[i], position, record.step))
     for e, i in enumerate(flight.emitters):
         if i in written:
-            alone(shares[i].request, partial(emit, rt, shares[i].request, values, e, record))
+            alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
     hold_drafts(flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if flight.sink is None else flight.sink.snapshots()
         for i in landing:
-            id = shares[i].request.id
-            rt.reuse.learn(shares[i].request, written[i], seen.get(id, {}))
+            id = scheduled[i].request.id
+            rt.reuse.learn(scheduled[i].request, written[i], seen.get(id, {}))
     for i in landing:
-        if shares[i].request.finished:
-            rt.scheduler.release(shares[i].request)
-            rt.resources.finish(shares[i].request)
+        if scheduled[i].request.finished:
+            rt.scheduler.release(scheduled[i].request)
+            rt.resources.finish(scheduled[i].request)
         else:
-            rt.resources.trim(shares[i].request)
+            rt.resources.trim(scheduled[i].request)
 
 
 def alone(request: Request, write: Callable[[], None]) -> None:
@@ -68,10 +68,10 @@ def alone(request: Request, write: Callable[[], None]) -> None:
         request.finish("error", error)
 
 
-def settled(share: Share) -> Share:
-    """A share whose place the host only knew the bounds of, where it really was."""
-    known = share.request.known
-    return replace(share, start=known - 1, stop=known) if share.decode else share
+def settled(item: ScheduledRequest) -> ScheduledRequest:
+    """A scheduled request whose place the host only knew the bounds of, where it really was."""
+    known = item.request.known
+    return replace(item, start=known - 1, stop=known) if item.decode else item
 
 
 def undo(rt: Runtime, flights: list[Flight]) -> None:
@@ -79,8 +79,8 @@ def undo(rt: Runtime, flights: list[Flight]) -> None:
     few rows are simply written again, but more than the rings can step back have overwritten places
     that held their own history: such a request waits and starts over, in no page that others may
     read."""
-    began = {s.request.id: s.start for f in reversed(flights) for s in f.shares if not s.decode}
-    for request in {s.request.id: s.request for f in flights for s in f.shares}.values():
+    began = {s.request.id: s.start for f in reversed(flights) for s in f.scheduled if not s.decode}
+    for request in {s.request.id: s.request for f in flights for s in f.scheduled}.values():
         if request.state != "running":
             continue
         whole = request.mend()
@@ -178,7 +178,7 @@ def hold_drafts(flight: Flight, v: Emitted, landing: list[int]) -> None:
     """Every request that goes on holds its next draft."""
     laws = flight.carried.laws if flight.carried is not None else ()
     for e in flight.drafting:
-        request = flight.shares[flight.emitters[e]].request
+        request = flight.scheduled[flight.emitters[e]].request
         if request.finished or flight.emitters[e] not in landing:
             continue
         stale = request.draft.survival if request.draft is not None else ()
@@ -252,32 +252,32 @@ def non_finite(
     )
 
 
-def broken_chunks(shares: list[Share], result: Outcome) -> list[tuple[int, int]]:
-    """(number of the share, position of its first row that is not finite) of prefill chunks. Decode
+def broken_chunks(scheduled: list[ScheduledRequest], result: Outcome) -> list[tuple[int, int]]:
+    """(number of the scheduled request, position of its first row that is not finite) of prefill chunks. Decode
     rows are looked at where they emit: rows of drafts that are not accepted mean nothing."""
     if result.broken is None:
         return []
     lowest = result.broken.tolist()
-    return [(i, p) for i, p in enumerate(lowest) if p != NONE and not shares[i].decode]
+    return [(i, p) for i, p in enumerate(lowest) if p != NONE and not scheduled[i].decode]
 
 
-def end_broken(share: Share, position: int, step: int) -> None:
+def end_broken(item: ScheduledRequest, position: int, step: int) -> None:
     """End a request with a row of a chunk that is not finite, whether it has logits or none."""
-    request, kind = share.request, "prompt " if position < len(share.request.prompt) else ""
+    request, kind = item.request, "prompt " if position < len(item.request.prompt) else ""
     if not request.finished:
-        place, row = f"{kind}position {position}", position - share.start
+        place, row = f"{kind}position {position}", position - item.start
         request.finish("error", non_finite(request, step, row, place, logits=False))
 
 
-def prompt_logprobs(share: Share, result: Outcome, i: int, step: int) -> None:
+def prompt_logprobs(item: ScheduledRequest, result: Outcome, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
-    request = share.request
+    request = item.request
     if i not in result.prompt or not request.wants_prompt_logprobs:
         return
     values, broken = (x.tolist() for x in result.prompt[i])
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
-    for row, position in enumerate(range(share.start, share.stop)):
+    for row, position in enumerate(range(item.start, item.stop)):
         if broken[row]:
             request.finish("error", non_finite(request, step, row, f"prompt position {position}"))
             return

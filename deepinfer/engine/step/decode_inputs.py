@@ -20,7 +20,7 @@ from deepinfer import rng
 from deepinfer.engine.device import put
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.output import Share
+from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.in_flight import Carried, Flight
 from deepinfer.engine.step.speculation import held_draft
@@ -90,9 +90,12 @@ def recent_ids(rt: Runtime, request: Request, stop: int) -> list[int]:
 
 
 def known_rows(
-    rt: Runtime, shares: list[Share], drafts: list[tuple[int, ...]], spans: list[tuple[int, int]]
+    rt: Runtime,
+    scheduled: list[ScheduledRequest],
+    drafts: list[tuple[int, ...]],
+    spans: list[tuple[int, int]],
 ) -> Emitting:
-    """Of emitting shares whose rows the host knows. drafts: that each verifies; spans: its rows of
+    """Of emitting requests whose rows the host knows. drafts: that each verifies; spans: its rows of
     the logits."""
     device, width = rt.model.device, max([0, *map(len, drafts)])
     size = rt.config.engram_max_ngram_size
@@ -103,7 +106,7 @@ def known_rows(
         at += range(stop - n, stop)
         owner += [e] * n
         depth += range(n)
-    requests = [s.request for s in shares]
+    requests = [s.request for s in scheduled]
     padded = [[*d, *[-1] * (width - len(d))] for d in drafts]
     return Emitting(
         put(at, device),
@@ -111,9 +114,11 @@ def known_rows(
         put(depth, device),
         put(first, device),
         put([len(d) + 1 for d in drafts], device),
-        put(padded, device).view(len(shares), width),
-        put([recent_ids(rt, s.request, s.stop) for s in shares], device).view(len(shares), size),
-        put([s.stop for s in shares], device),
+        put(padded, device).view(len(scheduled), width),
+        put([recent_ids(rt, s.request, s.stop) for s in scheduled], device).view(
+            len(scheduled), size
+        ),
+        put([s.stop for s in scheduled], device),
         put([len(r.output) for r in requests], device),
         held_laws(rt, requests, width),
     )
@@ -159,10 +164,12 @@ class DecodeRows:
     budget: int
 
 
-def decode_rows(rt: Runtime, shares: tuple[Share, ...], before: Flight | None) -> DecodeRows:
+def decode_rows(
+    rt: Runtime, scheduled: tuple[ScheduledRequest, ...], before: Flight | None
+) -> DecodeRows:
     """The host's part of a decode step: budget from stale survivals, room for the rows."""
-    device, n, b = rt.model.device, rt.verifier.max_draft, len(shares)
-    requests = [s.request for s in shares]
+    device, n, b = rt.model.device, rt.verifier.max_draft, len(scheduled)
+    requests = [s.request for s in scheduled]
     origin = [-1 if before is None else before.place(r) for r in requests]
     held = [held_draft(r) if o < 0 else None for r, o in zip(requests, origin)]
     drafted = set() if before is None else set(before.drafting)
@@ -186,11 +193,11 @@ def decode_rows(rt: Runtime, shares: tuple[Share, ...], before: Flight | None) -
     )
     works = [
         Work([0], s.start, pages=r.pages, state=r.slot, plan=r.plan, logits="all")
-        for r, s in zip(requests, shares)
+        for r, s in zip(requests, scheduled)
     ]
     frame = build(works, rt.config, device, decode=True)
     frame = replace(frame, reach=frame.reach + width, max_rows=1 + width)
-    capacity = [len(s.request.pages) * rt.limits.page_size for s in shares]
+    capacity = [len(s.request.pages) * rt.limits.page_size for s in scheduled]
     total = min(budget, b + sum(most))
     return DecodeRows(
         frame,

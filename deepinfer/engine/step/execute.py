@@ -25,7 +25,7 @@ from deepinfer.slots.results import expect
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the host hands over. rows: a decode step's, None where `context` has the whole batch;
-    emitting: then where it emits; wanted: shares with prompt log-probabilities to give, as (number,
+    emitting: then where it emits; wanted: requests with prompt log-probabilities to give, as (number,
     rows of the logits, tokens that they predict); broken: what looks at the rows of chunks, None
     where there is none; draft: context of the next drafts, of the emitters `drafting`."""
 

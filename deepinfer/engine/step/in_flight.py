@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepinfer.engine.request import Ahead, Request
-from deepinfer.engine.scheduling.output import Share
+from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Outcome:
     count [e] and tokens [e, w] emitted, logprobs and finite [e, w] of those rows, top [e, w, k]
     values and ids; drafts, confidence, survival [e, n] of what comes next. prompt: by number of the
     share, log-probabilities [rows] of the prompt tokens that its rows predict, and which rows are
-    not finite. broken: [shares] position of the first row of each chunk that is not finite, of a
+    not finite. broken: [requests] position of the first row of each chunk that is not finite, of a
     prefill or mixed step. errors: of grammars, by request id."""
 
     rows: Tensor
@@ -63,14 +63,14 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """shares: what runs; emitters: numbers of the shares that emit; drafting: numbers of the
+    """scheduled: what runs; emitters: numbers of the scheduled requests that emit; drafting: numbers of the
     emitters whose next draft is made; budget: most rows of a decode step; sink: what collects
     window rows at page ends; job: the launched work, which sets `carried`."""
 
     step: int
     kind: str
     record: StepRecord
-    shares: tuple[Share, ...]
+    scheduled: tuple[ScheduledRequest, ...]
     emitters: tuple[int, ...] = ()
     drafting: tuple[int, ...] = ()
     budget: int = 0
@@ -85,13 +85,13 @@ class Flight:
         if not request.in_flight(self.step):
             return -1
         if not self._places:
-            self._places = {self.shares[i].request.id: e for e, i in enumerate(self.emitters)}
+            self._places = {self.scheduled[i].request.id: e for e, i in enumerate(self.emitters)}
         return self._places.get(request.id, -1)
 
     @property
     def wanted(self) -> bool:
         """Whether anybody still waits for it."""
-        return any(s.request.in_flight(self.step) for s in self.shares)
+        return any(s.request.in_flight(self.step) for s in self.scheduled)
 
 
 def surely_last(request: Request) -> bool:
@@ -99,8 +99,8 @@ def surely_last(request: Request) -> bool:
     return request.known + sum(a.tokens > 0 for a in request.ahead) + 1 >= request.most
 
 
-def take_off(share: Share, drafts: int, step: int) -> None:
-    """The share's request is ahead by this step, with up to `drafts` drafts on top."""
-    tokens = 1 + drafts if share.emits else 0
-    ahead = Ahead(step, share.stop - share.start, tokens, share.stop + drafts)
-    share.request.ahead = (*share.request.ahead, ahead)
+def take_off(item: ScheduledRequest, drafts: int, step: int) -> None:
+    """The scheduled request's request is ahead by this step, with up to `drafts` drafts on top."""
+    tokens = 1 + drafts if item.emits else 0
+    ahead = Ahead(step, item.stop - item.start, tokens, item.stop + drafts)
+    item.request.ahead = (*item.request.ahead, ahead)

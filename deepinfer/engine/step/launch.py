@@ -14,7 +14,7 @@ import torch
 
 from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.output import Schedule, Share
+from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
@@ -30,39 +30,39 @@ TapOf = Callable[[list[int]], "Tap | None"]
 
 
 def launch(
-    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+    rt: Runtime, schedule: SchedulerOutput, flight: Flight, before: Flight | None, tap_of: TapOf
 ) -> None:
     """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
     stats, record = rt.stats, flight.record
     stats.load(record, rt.resources, rt.scheduler.unfinished)
     stats.turn(record, "launch")
     plan, most = prepare(rt, schedule, flight, before, tap_of)
-    for share, drafts in zip(flight.shares, most):
-        take_off(share, drafts, flight.step)
+    for item, drafts in zip(flight.scheduled, most):
+        take_off(item, drafts, flight.step)
     stats.turn(record, rt.device.host_phase)
     flight.job = rt.device.launch(partial(execute.compute, rt, plan, flight, before))
 
 
 def prepare(
-    rt: Runtime, schedule: Schedule, flight: Flight, before: Flight | None, tap_of: TapOf
+    rt: Runtime, schedule: SchedulerOutput, flight: Flight, before: Flight | None, tap_of: TapOf
 ) -> tuple[Plan, list[int]]:
-    """(what the device is handed, most drafts that each share verifies)."""
-    shares, device = flight.shares, rt.model.device
-    tap = tap_of([s.request.id for s in shares])
-    flight.emitters = tuple(i for i, s in enumerate(shares) if s.emits)
-    emitting = [shares[i] for i in flight.emitters]
+    """(what the device is handed, most drafts that each request verifies)."""
+    scheduled, device = flight.scheduled, rt.model.device
+    tap = tap_of([s.request.id for s in scheduled])
+    flight.emitters = tuple(i for i, s in enumerate(scheduled) if s.emits)
+    emitting = [scheduled[i] for i in flight.emitters]
     emitters, broken = Emitters.of([s.request for s in emitting], device), None
     if schedule.kind == "decode":
-        rows, known, wanted = decode_rows(rt, shares, before), None, []
+        rows, known, wanted = decode_rows(rt, scheduled, before), None, []
         flight.budget = rows.budget
-        most = [rows.width] * len(shares)
+        most = [rows.width] * len(scheduled)
         context = rt.context(rows.frame, tap)
     else:
-        rows, drafts = None, verified_drafts(rt, shares)
+        rows, drafts = None, verified_drafts(rt, scheduled)
         most = [len(d) for d in drafts]
-        works = [work(rt, s, d) for s, d in zip(shares, drafts)]
-        flight.sink = None if rt.reuse is None else rt.reuse.crossings(shares)
-        broken = None if all(s.decode for s in shares) else BrokenRows(len(shares), device)
+        works = [work(rt, s, d) for s, d in zip(scheduled, drafts)]
+        flight.sink = None if rt.reuse is None else rt.reuse.crossings(scheduled)
+        broken = None if all(s.decode for s in scheduled) else BrokenRows(len(scheduled), device)
         context = rt.context(build(works, rt.config, device), tap, flight.sink, broken)
         spans = logit_spans(works)
         known = known_rows(
@@ -70,7 +70,7 @@ def prepare(
         )
         wanted = [
             (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
-            for i, s in enumerate(shares)
+            for i, s in enumerate(scheduled)
             if s.request.wants_prompt_logprobs and not s.decode
         ]
     flight.drafting, draft = (), None
@@ -92,14 +92,14 @@ def prepare(
     ), most
 
 
-def work(rt: Runtime, share: Share, drafts: tuple[int, ...]) -> Work:
-    """The rows of a share: its tokens, then its drafts."""
-    r, back = share.request, rt.config.engram_max_ngram_size - 1
-    logits = "all" if share.decode or r.wants_prompt_logprobs else "last" if share.emits else "none"
+def work(rt: Runtime, item: ScheduledRequest, drafts: tuple[int, ...]) -> Work:
+    """The rows of a scheduled request: its tokens, then its drafts."""
+    r, back = item.request, rt.config.engram_max_ngram_size - 1
+    logits = "all" if item.decode or r.wants_prompt_logprobs else "last" if item.emits else "none"
     return Work(
-        ids=[*r.token_slice(share.start, share.stop), *drafts],
-        start=share.start,
-        before=r.token_slice(max(share.start - back, 0), share.start),
+        ids=[*r.token_slice(item.start, item.stop), *drafts],
+        start=item.start,
+        before=r.token_slice(max(item.start - back, 0), item.start),
         pages=r.pages,
         state=r.slot,
         plan=r.plan,
@@ -119,22 +119,22 @@ def logit_spans(works: list[Work]) -> list[tuple[int, int]]:
     return spans
 
 
-def verified_drafts(rt: Runtime, shares: tuple[Share, ...]) -> list[tuple[int, ...]]:
+def verified_drafts(rt: Runtime, scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[int, ...]]:
     """The draft prefix that each sequence of a mixed step verifies, none where it prefills."""
-    n, every = rt.verifier.max_draft, shares
-    shares = tuple(s for s in shares if s.decode)
-    if n == 0 or not shares:
+    n, every = rt.verifier.max_draft, scheduled
+    scheduled = tuple(s for s in scheduled if s.decode)
+    if n == 0 or not scheduled:
         return [()] * len(every)
-    held = {s.request.id: held_draft(s.request) for s in shares}
+    held = {s.request.id: held_draft(s.request) for s in scheduled}
     others = sum(s.stop - s.start for s in every if not s.decode)
     budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
-    survival = torch.zeros(len(shares), n, dtype=torch.float64)
+    survival = torch.zeros(len(scheduled), n, dtype=torch.float64)
     for i, d in enumerate(held.values()):
         if d is not None:
             survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
     who = f"verifier {rt.verifier!r}.allocate"
     allocated = rt.verifier.allocate(survival, budget)
-    expect(allocated, (len(shares),), who, False)
+    expect(allocated, (len(scheduled),), who, False)
     rows = require_rows(rt, allocated.tolist(), budget)
     verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
     return [verified.get(s.request.id, ()) if s.decode else () for s in every]
@@ -150,11 +150,12 @@ def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
     return rows
 
 
-def draft_context(rt: Runtime, shares: list[Share], tap_of: TapOf) -> ForwardContext:
-    """Of the draft step behind these shares; ids and positions come with the tokens."""
+def draft_context(rt: Runtime, scheduled: list[ScheduledRequest], tap_of: TapOf) -> ForwardContext:
+    """Of the draft step behind these requests; ids and positions come with the tokens."""
     works = [
-        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none") for s in shares
+        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none")
+        for s in scheduled
     ]
     batch = build(works, rt.config, rt.model.device, decode=True)
     batch = replace(batch, reach=batch.reach + rt.verifier.max_draft)
-    return rt.context(batch, tap_of([s.request.id for s in shares]))
+    return rt.context(batch, tap_of([s.request.id for s in scheduled]))

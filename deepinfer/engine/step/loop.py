@@ -16,7 +16,7 @@ from deepinfer.engine import scoring
 from deepinfer.engine.request import Prefix, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.scheduling.output import Schedule
+from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap
@@ -199,7 +199,7 @@ class Loop:
     # ----------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """Schedule and launch the next step, then commit the one that was on its way: with
+        """SchedulerOutput and launch the next step, then commit the one that was on its way: with
         overlap=True the one before, else this one. An error or interrupt at any line loses no page,
         slot or request."""
         rt = self.rt
@@ -208,17 +208,17 @@ class Loop:
             record = rt.stats.begin(self.steps)
             self._expire()
             schedule = self._schedule(record)
-            if schedule.shares:
+            if schedule.scheduled:
                 self._launch(schedule, record)
             else:
                 rt.stats.drop(record)
-            while len(self.flights) > bool(schedule.shares):
+            while len(self.flights) > bool(schedule.scheduled):
                 self._land()
             if self.flights and (why := overlap.why_synchronous(rt, self.flights[0])):
                 if rt.settings.overlap:
                     rt.stats.synchronous[why] += 1
                 self._land()
-        idle = not schedule.shares and not pending and self.unfinished
+        idle = not schedule.scheduled and not pending and self.unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= MOST_IDLE:
             raise RuntimeError(
@@ -238,7 +238,7 @@ class Loop:
         self.flights.clear()
         self.rt.device.close()
 
-    def _schedule(self, record: StepRecord) -> Schedule:
+    def _schedule(self, record: StepRecord) -> SchedulerOutput:
         rt = self.rt
         if self.flights and overlap.short_of_pages(rt, self.requests.values()):
             self._land_first(record, "pages are short")
@@ -256,10 +256,10 @@ class Loop:
         self.rt.stats.turn(record, "schedule")
 
     @torch.inference_mode()
-    def _launch(self, schedule: Schedule, record: StepRecord) -> None:
+    def _launch(self, schedule: SchedulerOutput, record: StepRecord) -> None:
         number, before = self.steps, self.flights[-1] if self.flights else None
         self.steps += 1  # rows of a step that fails keep its number to themselves
-        flight = Flight(number, schedule.kind, record, schedule.shares, traced=bool(self.traces))
+        flight = Flight(number, schedule.kind, record, schedule.scheduled, traced=bool(self.traces))
         self.flights.append(flight)
         launch.launch(self.rt, schedule, flight, before, lambda ids: self.tap(ids, number))
 
@@ -271,7 +271,9 @@ class Loop:
         commit.commit(rt, flight, rt.device.wait(flight.job))
         if flight.traced:
             for trace in self.traces:
-                trace.settle(flight.step, {s.request.id: s.request.stored for s in flight.shares})
+                trace.settle(
+                    flight.step, {s.request.id: s.request.stored for s in flight.scheduled}
+                )
         self.flights.pop(0)
         rt.stats.close(flight.record, rt.scheduler.unfinished)
 

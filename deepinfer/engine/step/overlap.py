@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.scheduling.output import Schedule
+from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.step.in_flight import Flight
 from deepinfer.slots import registry
 
@@ -27,7 +27,7 @@ def why_synchronous(rt: Runtime, flight: Flight) -> str | None:
         return "overlap is off"
     if flight.traced:
         return "a trace is on"  # it is told at once which rows were accepted
-    if any(s.request.grammar is not None for s in flight.shares):
+    if any(s.request.grammar is not None for s in flight.scheduled):
         return "a grammar is asked on the host"
     if not flight.wanted:
         return "nobody waits for it any more"
@@ -51,9 +51,9 @@ def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
     return resources.pages.ask(missing) != "ok"
 
 
-def needs_the_step_before(schedule: Schedule, flights: list[Flight]) -> bool:
+def needs_the_step_before(schedule: SchedulerOutput, flights: list[Flight]) -> bool:
     """Whether a schedule has to be made anew once what is on its way is committed: except in a pure
     decode step the host tells rows from rows, so it has to know how many each sequence has."""
     return schedule.kind != "decode" and any(
-        f.place(s.request) >= 0 for f in flights for s in schedule.shares
+        f.place(s.request) >= 0 for f in flights for s in schedule.scheduled
     )

@@ -94,6 +94,6 @@ def tried(report: ReplayReport, keeps: dict[str, int], metric: str, q: float, mo
 
 
 def share_within(report: ReplayReport, policy: str, metric: str, most: float) -> Estimate:
-    """Share of all tokens whose metric is <= most, with its interval over groups."""
+    """ScheduledRequest of all tokens whose metric is <= most, with its interval over groups."""
     groups = errors(report, policy, metric).values()
     return ratio([(x <= most, torch.ones_like(x, dtype=torch.bool)) for x in groups])

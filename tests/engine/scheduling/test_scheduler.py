@@ -18,7 +18,7 @@ from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.data_parallel import DataParallel, DataParallelVotes
-from deepinfer.engine.scheduling.output import Schedule, Share
+from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.scheduling.scheduler import (
     FCFS,
@@ -49,13 +49,13 @@ def request(id: int, prompt: int, most: int = 8) -> Request:
     return Request(id, [5] * prompt, SamplingParams(max_tokens=most), seed=id)
 
 
-def ran(schedule: Schedule) -> list[tuple[int, int, int]]:
-    return [(s.request.id, s.start, s.stop) for s in schedule.shares]
+def ran(schedule: SchedulerOutput) -> list[tuple[int, int, int]]:
+    return [(s.request.id, s.start, s.stop) for s in schedule.scheduled]
 
 
-def perform(schedule: Schedule, drafts: int = 0) -> None:
+def perform(schedule: SchedulerOutput, drafts: int = 0) -> None:
     """What a model and a commit would do: every emitting share adds a token, or 1 + drafts."""
-    for s in schedule.shares:
+    for s in schedule.scheduled:
         emits, decode = s.emits, s.decode
         s.request.computed = s.stop
         for _ in range((1 + drafts if decode else 1) if emits else 0):
@@ -69,12 +69,12 @@ def perform(schedule: Schedule, drafts: int = 0) -> None:
             s.request.finish("length")
 
 
-def step(scheduler, drafts: int = 0) -> Schedule:
+def step(scheduler, drafts: int = 0) -> SchedulerOutput:
     made = require_runnable(
         scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).resources
     )
     perform(made, drafts)
-    for s in made.shares:
+    for s in made.scheduled:
         if s.request.finished:
             scheduler.release(s.request)
     return made
@@ -143,7 +143,7 @@ def test_the_order_of_decode():
     for i, n in enumerate((3, 9, 5)):
         s.add(request(i, n))
     step(s), step(s)
-    assert [s.request.id for s in s.schedule().shares] == [1, 2, 0]  # the batch: longest first
+    assert [s.request.id for s in s.schedule().scheduled] == [1, 2, 0]  # the batch: longest first
 
 
 def test_mixed_steps_have_decode_rows_and_then_prefill_rows():
@@ -180,13 +180,13 @@ def test_every_random_load_ends(kind, lookahead):
                 s.add(alive[-1])
             made = step(s, chance.randint(0, lookahead))
             first += [
-                x.request.id for x in made.shares if x.start == 0 and x.request.id not in first
+                x.request.id for x in made.scheduled if x.start == 0 and x.request.id not in first
             ]
             held = [p for r in s.running for p in r.pages]
             assert len(held) == len(set(held)) == s.resources.pages.used
             assert [r.id for r in s.waiting] == sorted(r.id for r in s.waiting)
-            assert made.shares or not s.unfinished
-            rows = sum(x.stop - x.start + lookahead * x.decode for x in made.shares)
+            assert made.scheduled or not s.unfinished
+            rows = sum(x.stop - x.start + lookahead * x.decode for x in made.scheduled)
             assert rows <= max(s.resources.max_rows, 1 + lookahead)
             if not todo and not s.unfinished:
                 break
@@ -264,12 +264,14 @@ class OneByOne:
 
     def schedule(self):
         if not self.stack:
-            return Schedule("idle")
+            return SchedulerOutput("idle")
         running = [r for r in self.stack if r.state == "running"]
         r = running[0] if running else self.stack[-1]
         if not (self.resources.extend(r) if running else self.resources.admit(r)):
-            return Schedule("idle")
-        return Schedule("decode" if r.decoding else "prefill", (Share(r, r.computed, r.length),))
+            return SchedulerOutput("idle")
+        return SchedulerOutput(
+            "decode" if r.decoding else "prefill", (ScheduledRequest(r, r.computed, r.length),)
+        )
 
     def preempt(self, request):
         self.resources.preempt(request)
@@ -301,7 +303,7 @@ def wild(change):
     class Wild(FCFS):
         def schedule(self):
             made = super().schedule()
-            return change(self, made) if made.shares else made
+            return change(self, made) if made.scheduled else made
 
     return Wild()
 
@@ -309,19 +311,24 @@ def wild(change):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda s, m: Schedule(m.kind, m.shares * 2), "which is listed twice"),
+        (lambda s, m: SchedulerOutput(m.kind, m.scheduled * 2), "which is listed twice"),
         (
-            lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 1, 2),)),
+            lambda s, m: SchedulerOutput(m.kind, (ScheduledRequest(m.scheduled[0].request, 1, 2),)),
             "has rows 1..1, 0 computed",
         ),
-        (lambda s, m: Schedule(m.kind, (Share(m.shares[0].request, 0, 99),)), "and 9 tokens"),
-        (lambda s, m: s.preempt(m.shares[0].request) or m, "which is waiting"),
-        (lambda s, m: Schedule("decode", m.shares), "prefill rows in a decode step"),
-        (lambda s, m: Schedule("both", m.shares), "a step 'both'"),
+        (
+            lambda s, m: SchedulerOutput(
+                m.kind, (ScheduledRequest(m.scheduled[0].request, 0, 99),)
+            ),
+            "and 9 tokens",
+        ),
+        (lambda s, m: s.preempt(m.scheduled[0].request) or m, "which is waiting"),
+        (lambda s, m: SchedulerOutput("decode", m.scheduled), "prefill rows in a decode step"),
+        (lambda s, m: SchedulerOutput("both", m.scheduled), "a step 'both'"),
         (
             lambda s, m: (
-                s.resources.pages.give(m.shares[0].request.pages[1:])
-                or m.shares[0].request.pages.__delitem__(slice(1, None))
+                s.resources.pages.give(m.scheduled[0].request.pages[1:])
+                or m.scheduled[0].request.pages.__delitem__(slice(1, None))
                 or m
             ),
             "holds 1 pages, 3 are written to",
@@ -393,11 +400,11 @@ def test_a_scheduler_may_make_its_queues_when_it_starts():
 @pytest.mark.parametrize(
     "made, error, words",
     [
-        (None, TypeError, r"Slip\(\).schedule\(\) returned None: want a Schedule"),
+        (None, TypeError, r"Slip\(\).schedule\(\) returned None: want a SchedulerOutput"),
         ([], TypeError, r"Slip\(\).schedule\(\) returned \[\]"),
-        (Schedule("foo"), ValueError, "Slip.* scheduled a step 'foo': want one of"),
-        (Schedule("decode", (3,)), TypeError, "Slip.* scheduled 3: want Shares"),
-        (Schedule("decode"), RuntimeError, "Slip.* scheduled nothing in 1000 steps"),
+        (SchedulerOutput("foo"), ValueError, "Slip.* scheduled a step 'foo': want one of"),
+        (SchedulerOutput("decode", (3,)), TypeError, "Slip.* scheduled 3: want ScheduledRequests"),
+        (SchedulerOutput("decode"), RuntimeError, "Slip.* scheduled nothing in 1000 steps"),
     ],
     ids=str,
 )
@@ -413,7 +420,7 @@ def test_a_slip_in_a_schedule_is_named(made, error, words):
 
 
 def test_a_scheduler_that_never_schedules_is_blamed():
-    eng = engine(scheduler=wild(lambda s, m: Schedule("idle")))
+    eng = engine(scheduler=wild(lambda s, m: SchedulerOutput("idle")))
     with pytest.raises(
         RuntimeError, match=r"Wild\(\) scheduled nothing in 1000 steps while 1 requests"
     ):
@@ -486,7 +493,7 @@ class Ranks:
                     if not any(gather(bool(todo or s.unfinished))):
                         return
                     made = step(s)
-                    said[rank].append((made.kind, len(made.shares)))
+                    said[rank].append((made.kind, len(made.scheduled)))
                 said[rank].append(("never ends", 0))
             except BaseException:
                 self.barrier.abort()

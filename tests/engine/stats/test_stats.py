@@ -11,7 +11,7 @@ from hypothesis import given
 
 import deepinfer as di
 from deepinfer.engine.request import Request
-from deepinfer.engine.scheduling.output import Share
+from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats import device_clock
 from deepinfer.engine.stats import records as records_module
 from deepinfer.engine.stats import stats as stats_module
@@ -62,10 +62,10 @@ def one_step(
     clock.now += wait
     stats.device_end(record)
     stats.turn(record, "post-process")
-    shares = [Share(r, r.computed, r.length) for r in requests]
-    kind = "decode" if all(s.decode for s in shares) else "prefill"
+    scheduled = [ScheduledRequest(r, r.computed, r.length) for r in requests]
+    kind = "decode" if all(s.decode for s in scheduled) else "prefill"
     stats.load(record, ROOM, len(requests))
-    stats.ran(record, kind, shares, [drafts] * len(shares), ROOM.max_rows)
+    stats.ran(record, kind, scheduled, [drafts] * len(scheduled), ROOM.max_rows)
     for r in requests:
         r.computed = r.length
         stats.emitted(record, r, emit, emit - 1, len(drafts))
@@ -216,10 +216,10 @@ def test_a_prefix_hit_is_counted_once(clock):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
-def test_percentile_is_numpys(values, share):
+def test_percentile_is_numpys(values, item):
     ordered = sorted(values)
-    assert percentile(ordered, share) == pytest.approx(np.quantile(ordered, share), abs=1e-6)
-    assert percentile([], share) is None
+    assert percentile(ordered, item) == pytest.approx(np.quantile(ordered, item), abs=1e-6)
+    assert percentile([], item) is None
 
 
 def test_marks_of_a_cuda_stream(monkeypatch):
@@ -455,7 +455,7 @@ def test_what_recording_costs():
         stats.arrived(r)
         r.output.append(3)
         r.computed = r.length - 1
-    shares, drafts = [Share(r, r.computed, r.length) for r in requests], [()] * 16
+    scheduled, drafts = [ScheduledRequest(r, r.computed, r.length) for r in requests], [()] * 16
 
     def step(i: int) -> None:
         record = stats.begin(i)
@@ -465,7 +465,7 @@ def test_what_recording_costs():
         stats.device_end(record)
         stats.turn(record, PHASES[3])
         stats.load(record, ROOM, 16)
-        stats.ran(record, "decode", shares, drafts, ROOM.max_rows)
+        stats.ran(record, "decode", scheduled, drafts, ROOM.max_rows)
         for r in requests:
             stats.emitted(record, r, 1, 0, 0)
         stats.close(record, 16)

@@ -12,7 +12,7 @@ import torch
 from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
 from engine.pool import check_empty
 
-from deepinfer.engine.scheduling.output import Schedule, Share
+from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import FCFS
 from deepinfer.engine.step import commit
 from deepinfer.engine.step.in_flight import Ahead
@@ -188,10 +188,10 @@ def test_rows_that_the_rings_cannot_step_back_over_cost_the_place(beyond, state)
     for _ in range(3):
         eng.step()
     (request,), rt = eng.requests.values(), eng.runtime
-    share = Share(request, request.computed, request.computed + 1)
+    item = ScheduledRequest(request, request.computed, request.computed + 1)
     written = request.stored + rt.limits.backtracking + beyond
     request.ahead = (Ahead(3, 1, 1, written),)
-    commit.undo(rt, [SimpleNamespace(shares=(share,))])
+    commit.undo(rt, [SimpleNamespace(scheduled=(item,))])
     assert (request.state, request.ahead) == (state, ())
 
 
@@ -274,8 +274,9 @@ class Loses(FCFS):
 class Forges(FCFS):
     def schedule(self):
         made = super().schedule()
-        return Schedule(
-            made.kind, tuple(Share(s.request, s.start, s.stop, True) for s in made.shares)
+        return SchedulerOutput(
+            made.kind,
+            tuple(ScheduledRequest(s.request, s.start, s.stop, True) for s in made.scheduled),
         )
 
 

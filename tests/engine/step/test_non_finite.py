@@ -213,7 +213,7 @@ def test_rows_of_drafts_that_are_not_accepted_end_nobody(clean, monkeypatch):
         check(eng)
     assert [done[i].error for i in (0, 1)] == [None, None]
     assert [done[i].token_ids for i in (0, 1)] == [clean[1], clean[0]]
-    assert any(shares == 2 and bad == 3 for shares, bad in broken)  # in a step with a chunk
+    assert any(scheduled == 2 and bad == 3 for scheduled, bad in broken)  # in a step with a chunk
 
 
 # --------------------------------------------------------------------------- an output once more

@@ -279,7 +279,7 @@ def test_nobody_gives_way_who_would_not_do_so_synchronously(knowing, drafts):
 
 def by_row(self, request):
     """A result matched by its row, not by its request."""
-    rows = [i for i, s in enumerate(self.shares) if s.emits]
+    rows = [i for i, s in enumerate(self.scheduled) if s.emits]
     return min(request.id, len(rows) - 1) if request.in_flight(self.step) else -1
 
 
