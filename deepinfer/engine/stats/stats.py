@@ -268,7 +268,7 @@ class Stats:
         live.preemptions = request.preemptions
         gaps = sorted(live.gaps)
         if gaps:
-            p50, p90, p99 = (percentile(gaps, item) or 0.0 for item in (0.5, 0.9, 0.99))
+            p50, p90, p99 = (percentile(gaps, fraction) or 0.0 for fraction in (0.5, 0.9, 0.99))
             live.itl = (p50, p90, p99)
             self.gaps.extend(gaps)
             self.tallies["ITL"].add(*gaps)

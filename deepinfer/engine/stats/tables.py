@@ -271,5 +271,5 @@ def milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def percent(item: float | None) -> float | None:
-    return None if item is None else 100 * item
+def percent(fraction: float | None) -> float | None:
+    return None if fraction is None else 100 * fraction

@@ -190,15 +190,15 @@ def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, 
 # ----------------------------------------------------------------------------------------- spare
 
 
-@pytest.mark.parametrize("share, stride", [(0, 0), (1, 8), (2, 8), (3, 4), (6, 4), (7, 2), (15, 1)])
-def test_spare_ones_lie_at_powers_of_two_and_fit_the_share(item, stride):
-    keeping = Keeping(SnapshotStore(0), PAGE, RESERVE, TAIL + 2 + item)
+@pytest.mark.parametrize("per_request, stride", [(0, 0), (1, 8), (2, 8), (3, 4), (6, 4), (7, 2), (15, 1)])
+def test_spare_ones_lie_at_powers_of_two_and_fit_the_share(per_request, stride):
+    keeping = Keeping(SnapshotStore(0), PAGE, RESERVE, TAIL + 2 + per_request)
     assert keeping.stride(15 * PAGE + 3) == stride * PAGE
     for length in range(0, 2000, 7):
         step = keeping.stride(length)
-        assert not step or length // step <= item
+        assert not step or length // step <= per_request
         if step > PAGE:  # no smaller one fits
-            assert length // (step // 2) > item
+            assert length // (step // 2) > per_request
 
 
 @pytest.mark.parametrize("rows", [pytest.param(5, marks=SLOW), 13, pytest.param(120, marks=SLOW)])
