@@ -216,10 +216,10 @@ def test_a_prefix_hit_is_counted_once(clock):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 1))
-def test_percentile_is_numpys(values, item):
+def test_percentile_is_numpys(values, fraction):
     ordered = sorted(values)
-    assert percentile(ordered, item) == pytest.approx(np.quantile(ordered, item), abs=1e-6)
-    assert percentile([], item) is None
+    assert percentile(ordered, fraction) == pytest.approx(np.quantile(ordered, fraction), abs=1e-6)
+    assert percentile([], fraction) is None
 
 
 def test_marks_of_a_cuda_stream(monkeypatch):

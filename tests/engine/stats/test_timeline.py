@@ -173,13 +173,13 @@ def test_lanes_are_drawn_side_by_side(made):
     drawn, total = shown.axis(t, None)[1], shown.axis(t, None)[0]
     for spans in (t.host, shown.busy_and_gaps(t)):
         pieces = shown.pieces(spans, drawn, total)
-        assert sum(p.item for p in pieces) <= 1 + 1e-9 and all(p.item >= 0 for p in pieces)
+        assert sum(p.share for p in pieces) <= 1 + 1e-9 and all(p.share >= 0 for p in pieces)
         at = 0.0
         for p in pieces:
             if p.span is not None:
                 assert abs(at - drawn(p.span.start) / total) < 1e-9
-            at += p.item
-    assert abs(sum(p.item for p in shown.pieces(shown.busy_and_gaps(t), drawn, total)) - 1) < 1e-9
+            at += p.share
+    assert abs(sum(p.share for p in shown.pieces(shown.busy_and_gaps(t), drawn, total)) - 1) < 1e-9
 
 
 def test_what_is_hidden_is_said():
