@@ -135,7 +135,7 @@ class Request:
         """Whether prefill rows are left to run."""
         return self.computed < self.length and not self.decoding
 
-    def in_flight(self, step: int) -> bool:
+    def awaits(self, step: int) -> bool:
         """Whether what this step gives is for the request as it is: it has not finished or given
         way since the step was launched."""
         return self.state == "running" and any(a.step == step for a in self.ahead)

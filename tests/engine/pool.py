@@ -25,7 +25,7 @@ def check(eng) -> None:
     assert not any(r.pages or r.slot for r in waiting)
     for r in eng.requests.values():
         assert 0 <= r.stored < r.known or r.finished
-        assert r.stored <= r.computed <= r.length and len(r.ahead) <= len(eng._loop.flights)
+        assert r.stored <= r.computed <= r.length and len(r.ahead) <= len(eng._loop.in_flight)
         assert r.state == "running" or not r.ahead
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:

@@ -126,10 +126,10 @@ def interrupted(chance: random.Random):
             raise KeyboardInterrupt("bad luck")
         return whole(rt, request)
 
-    def undo(rt, flights, undone=commit.undo):
+    def undo(rt, in_flight, undone=commit.undo):
         undoing[0] += 1
         try:
-            undone(rt, flights)
+            undone(rt, in_flight)
         finally:
             undoing[0] -= 1
 

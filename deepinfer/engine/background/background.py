@@ -324,7 +324,7 @@ class InBackground(EngineFacts):
     def _busy(self) -> bool:
         """Whether a step has anything to do."""
         loop = self._loop
-        return loop is not None and bool(loop.unfinished or loop.flights)
+        return loop is not None and bool(loop.unfinished or loop.in_flight)
 
     def _work_came(self) -> None:
         if (live := self._background) is not None:

@@ -15,25 +15,27 @@ from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step.in_flight import Flight, Outcome
+from deepinfer.engine.step.awaits import InFlightStep, Outcome
 from deepinfer.engine.step.launch import require_rows
 from deepinfer.engine.step.non_finite import NONE
 from deepinfer.engine.step.speculation import HeldDraft
 
 
-def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
+def commit(rt: Runtime, step_in_flight: InFlightStep, result: Outcome) -> None:
     """Write what a step gave into its requests and release those that finished. A request that has
     finished or given way since the launch gets nothing."""
-    stats, record = rt.stats, flight.record
+    stats, record = rt.stats, step_in_flight.record
     stats.turn(record, "post-process")
     if result.asked is not None:
-        require_rows(rt, result.asked.tolist(), flight.budget)
+        require_rows(rt, result.asked.tolist(), step_in_flight.budget)
     values = Emitted.of(result)
-    landing = [i for i, s in enumerate(flight.scheduled) if s.request.in_flight(flight.step)]
-    scheduled = [settled(s) if i in landing else s for i, s in enumerate(flight.scheduled)]
-    drafts = dict(zip(flight.emitters, (range(n - 1) for n in values.rows)))
+    landing = [
+        i for i, s in enumerate(step_in_flight.scheduled) if s.request.awaits(step_in_flight.step)
+    ]
+    scheduled = [settled(s) if i in landing else s for i, s in enumerate(step_in_flight.scheduled)]
+    drafts = dict(zip(step_in_flight.emitters, (range(n - 1) for n in values.rows)))
     verified = [drafts.get(i, range(0)) for i in range(len(scheduled))]
-    stats.ran(record, flight.kind, scheduled, verified, rt.resources.max_rows)
+    stats.ran(record, step_in_flight.kind, scheduled, verified, rt.resources.max_rows)
     written = {i: max(a.written for a in scheduled[i].request.ahead) for i in landing}
     for i in landing:
         request = scheduled[i].request
@@ -43,12 +45,12 @@ def commit(rt: Runtime, flight: Flight, result: Outcome) -> None:
     for i, position in broken_chunks(scheduled, result):
         if i in written:
             alone(scheduled[i].request, partial(end_broken, scheduled[i], position, record.step))
-    for e, i in enumerate(flight.emitters):
+    for e, i in enumerate(step_in_flight.emitters):
         if i in written:
             alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
-    hold_drafts(flight, values, landing)
+    hold_drafts(step_in_flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
-        seen = {} if flight.sink is None else flight.sink.snapshots()
+        seen = {} if step_in_flight.sink is None else step_in_flight.sink.snapshots()
         for i in landing:
             id = scheduled[i].request.id
             rt.reuse.learn(scheduled[i].request, written[i], seen.get(id, {}))
@@ -74,13 +76,15 @@ def settled(item: ScheduledRequest) -> ScheduledRequest:
     return replace(item, start=known - 1, stop=known) if item.decode else item
 
 
-def undo(rt: Runtime, flights: list[Flight]) -> None:
+def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
     """After a step that failed: none of these comes to an end; can be broken off and done again. A
     few rows are simply written again, but more than the rings can step back have overwritten places
     that held their own history: such a request waits and starts over, in no page that others may
     read."""
-    began = {s.request.id: s.start for f in reversed(flights) for s in f.scheduled if not s.decode}
-    for request in {s.request.id: s.request for f in flights for s in f.scheduled}.values():
+    began = {
+        s.request.id: s.start for f in reversed(in_flight) for s in f.scheduled if not s.decode
+    }
+    for request in {s.request.id: s.request for f in in_flight for s in f.scheduled}.values():
         if request.state != "running":
             continue
         whole = request.mend()
@@ -174,12 +178,12 @@ def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) 
     request.stored = before + max(kept - 1, 0)
 
 
-def hold_drafts(flight: Flight, v: Emitted, landing: list[int]) -> None:
+def hold_drafts(step_in_flight: InFlightStep, v: Emitted, landing: list[int]) -> None:
     """Every request that goes on holds its next draft."""
-    laws = flight.carried.laws if flight.carried is not None else ()
-    for e in flight.drafting:
-        request = flight.scheduled[flight.emitters[e]].request
-        if request.finished or flight.emitters[e] not in landing:
+    laws = step_in_flight.carried.laws if step_in_flight.carried is not None else ()
+    for e in step_in_flight.drafting:
+        request = step_in_flight.scheduled[step_in_flight.emitters[e]].request
+        if request.finished or step_in_flight.emitters[e] not in landing:
             continue
         stale = request.draft.survival if request.draft is not None else ()
         request.draft = HeldDraft(

@@ -21,8 +21,8 @@ from deepinfer.engine.device import put
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
+from deepinfer.engine.step.awaits import Carried, InFlightStep
 from deepinfer.engine.step.batch import Work, build
-from deepinfer.engine.step.in_flight import Carried, Flight
 from deepinfer.engine.step.speculation import held_draft
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
 from deepinfer.slots.results import expect
@@ -165,7 +165,7 @@ class DecodeRows:
 
 
 def decode_rows(
-    rt: Runtime, scheduled: tuple[ScheduledRequest, ...], before: Flight | None
+    rt: Runtime, scheduled: tuple[ScheduledRequest, ...], before: InFlightStep | None
 ) -> DecodeRows:
     """The host's part of a decode step: budget from stale survivals, room for the rows."""
     device, n, b = rt.model.device, rt.verifier.max_draft, len(scheduled)

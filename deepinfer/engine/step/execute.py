@@ -13,9 +13,9 @@ from torch import Tensor
 
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.step.awaits import Carried, InFlightStep, Outcome
 from deepinfer.engine.step.decode_inputs import DecodeRows, Emitters, Emitting, resolve
 from deepinfer.engine.step.grammar_mask import legal_mask
-from deepinfer.engine.step.in_flight import Carried, Flight, Outcome
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.model.context import ForwardContext
 from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target
@@ -40,9 +40,11 @@ class Plan:
     top: int
 
 
-def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> Outcome:
+def compute(
+    rt: Runtime, plan: Plan, step_in_flight: InFlightStep, before: InFlightStep | None
+) -> Outcome:
     """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""
-    rt.stats.device_begin(flight.record)
+    rt.stats.device_begin(step_in_flight.record)
     context, emitting = plan.context, plan.emitting
     if plan.rows is not None:
         batch, emitting = resolve(rt, plan.rows, None if before is None else before.carried)
@@ -52,10 +54,12 @@ def compute(rt: Runtime, plan: Plan, flight: Flight, before: Flight | None) -> O
     prompt = {i: prompt_logprobs(logits, span, ids) for i, span, ids in plan.wanted}
     nobody = not plan.emitters.requests
     accepted, target, errors = (None, None, {}) if nobody else sample(rt, plan, emitting, logits)
-    flight.carried, confidence = carry(rt, plan, flight, emitting, accepted)
-    out = outcome(plan, emitting, accepted, target, flight.carried, confidence, prompt, errors)
+    step_in_flight.carried, confidence = carry(rt, plan, step_in_flight, emitting, accepted)
+    out = outcome(
+        plan, emitting, accepted, target, step_in_flight.carried, confidence, prompt, errors
+    )
     rt.device.finish()
-    rt.stats.device_end(flight.record)
+    rt.stats.device_end(step_in_flight.record)
     return out
 
 
@@ -109,7 +113,7 @@ def legal_rows(
 
 
 def carry(
-    rt: Runtime, plan: Plan, flight: Flight, e: Emitting, accepted: Accepted | None
+    rt: Runtime, plan: Plan, step_in_flight: InFlightStep, e: Emitting, accepted: Accepted | None
 ) -> tuple[Carried, Tensor]:
     """(the emitters behind this step with their next drafts, the confidences [e, n] of those)."""
     n, seqs = rt.verifier.max_draft, e.length.shape[0]
@@ -124,7 +128,7 @@ def carry(
     confidence = torch.zeros(seqs, n, dtype=torch.float64, device=length.device)
     if plan.draft is None or plan.drafting is None:
         return Carried(recent, length, out, drafts, confidence), confidence
-    draft = propose(rt, plan, flight, recent, length, out)
+    draft = propose(rt, plan, step_in_flight, recent, length, out)
     drafts[plan.drafting] = draft.tokens
     confidence[plan.drafting] = draft.confidence.double()
     laws = tuple(spread(d, plan.drafting, seqs) for d in draft.dists)
@@ -141,12 +145,17 @@ def spread(law: Dist, at: Tensor, rows: int) -> Dist:
 
 
 def propose(
-    rt: Runtime, plan: Plan, flight: Flight, recent: Tensor, length: Tensor, out: Tensor
+    rt: Runtime,
+    plan: Plan,
+    step_in_flight: InFlightStep,
+    recent: Tensor,
+    length: Tensor,
+    out: Tensor,
 ) -> Draft:
     """The next block of every emitter that goes on."""
     assert plan.draft is not None and plan.drafting is not None
-    rt.stats.device_end(flight.record)
-    rt.stats.device_begin(flight.record, "draft")
+    rt.stats.device_end(step_in_flight.record)
+    rt.stats.device_begin(step_in_flight.record, "draft")
     at, batch = plan.drafting, plan.draft.batch
     tokens = recent[at, -1].clamp(min=0)  # a request without a last token ends
     positions = length[at] - 1

@@ -1,9 +1,9 @@
-"""Flight: a step between its launch and its commit, and what it leaves for the next one.
+"""InFlightStep: a step between its launch and its commit, and what it leaves for the next one.
 
 While step n is on its way the host knows of it only totals and upper bounds. What its acceptance
 decides stays on the device: `Carried` is what step n+1 reads there, `Outcome` what the commit of n
 reads on the host. A result belongs to a request as it was when the step was launched: one that has
-finished or given way since then gets nothing (`Request.in_flight`).
+finished or given way since then gets nothing (`Request.awaits`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """scheduled: what runs; emitters: numbers of the scheduled requests that emit; drafting: numbers of the
     emitters whose next draft is made; budget: most rows of a decode step; sink: what collects
     window rows at page ends; job: the launched work, which sets `carried`."""
@@ -82,7 +82,7 @@ class Flight:
 
     def place(self, request: Request) -> int:
         """The request's number among the emitters, -1 where this step gives it no token."""
-        if not request.in_flight(self.step):
+        if not request.awaits(self.step):
             return -1
         if not self._places:
             self._places = {self.scheduled[i].request.id: e for e, i in enumerate(self.emitters)}
@@ -91,7 +91,7 @@ class Flight:
     @property
     def wanted(self) -> bool:
         """Whether anybody still waits for it."""
-        return any(s.request.in_flight(self.step) for s in self.scheduled)
+        return any(s.request.awaits(self.step) for s in self.scheduled)
 
 
 def surely_last(request: Request) -> bool:
@@ -99,7 +99,7 @@ def surely_last(request: Request) -> bool:
     return request.known + sum(a.tokens > 0 for a in request.ahead) + 1 >= request.most
 
 
-def take_off(item: ScheduledRequest, drafts: int, step: int) -> None:
+def mark_in_flight(item: ScheduledRequest, drafts: int, step: int) -> None:
     """The scheduled request's request is ahead by this step, with up to `drafts` drafts on top."""
     tokens = 1 + drafts if item.emits else 0
     ahead = Ahead(step, item.stop - item.start, tokens, item.stop + drafts)

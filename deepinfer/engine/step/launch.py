@@ -1,7 +1,7 @@
 """Launch: the host's part of a step, from a schedule to work that is queued on the device.
 
 What the host knows of the rows goes into a `Plan`; each request is ahead by what the step may bring
-it (`take_off`); the rest is `execute.compute`, which knows the step before.
+it (`mark_in_flight`); the rest is `execute.compute`, which knows the step before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
+from deepinfer.engine.step.awaits import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
 from deepinfer.engine.step.execute import Plan
-from deepinfer.engine.step.in_flight import Flight, surely_last, take_off
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.step.speculation import held_draft
 from deepinfer.model.context import ForwardContext, Tap
@@ -30,54 +30,69 @@ TapOf = Callable[[list[int]], "Tap | None"]
 
 
 def launch(
-    rt: Runtime, schedule: SchedulerOutput, flight: Flight, before: Flight | None, tap_of: TapOf
+    rt: Runtime,
+    schedule: SchedulerOutput,
+    step_in_flight: InFlightStep,
+    before: InFlightStep | None,
+    tap_of: TapOf,
 ) -> None:
     """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
-    stats, record = rt.stats, flight.record
+    stats, record = rt.stats, step_in_flight.record
     stats.load(record, rt.resources, rt.scheduler.unfinished)
     stats.turn(record, "launch")
-    plan, most = prepare(rt, schedule, flight, before, tap_of)
-    for item, drafts in zip(flight.scheduled, most):
-        take_off(item, drafts, flight.step)
+    plan, most = prepare(rt, schedule, step_in_flight, before, tap_of)
+    for item, drafts in zip(step_in_flight.scheduled, most):
+        mark_in_flight(item, drafts, step_in_flight.step)
     stats.turn(record, rt.device.host_phase)
-    flight.job = rt.device.launch(partial(execute.compute, rt, plan, flight, before))
+    step_in_flight.job = rt.device.launch(
+        partial(execute.compute, rt, plan, step_in_flight, before)
+    )
 
 
 def prepare(
-    rt: Runtime, schedule: SchedulerOutput, flight: Flight, before: Flight | None, tap_of: TapOf
+    rt: Runtime,
+    schedule: SchedulerOutput,
+    step_in_flight: InFlightStep,
+    before: InFlightStep | None,
+    tap_of: TapOf,
 ) -> tuple[Plan, list[int]]:
     """(what the device is handed, most drafts that each request verifies)."""
-    scheduled, device = flight.scheduled, rt.model.device
+    scheduled, device = step_in_flight.scheduled, rt.model.device
     tap = tap_of([s.request.id for s in scheduled])
-    flight.emitters = tuple(i for i, s in enumerate(scheduled) if s.emits)
-    emitting = [scheduled[i] for i in flight.emitters]
+    step_in_flight.emitters = tuple(i for i, s in enumerate(scheduled) if s.emits)
+    emitting = [scheduled[i] for i in step_in_flight.emitters]
     emitters, broken = Emitters.of([s.request for s in emitting], device), None
     if schedule.kind == "decode":
         rows, known, wanted = decode_rows(rt, scheduled, before), None, []
-        flight.budget = rows.budget
+        step_in_flight.budget = rows.budget
         most = [rows.width] * len(scheduled)
         context = rt.context(rows.frame, tap)
     else:
         rows, drafts = None, verified_drafts(rt, scheduled)
         most = [len(d) for d in drafts]
         works = [work(rt, s, d) for s, d in zip(scheduled, drafts)]
-        flight.sink = None if rt.reuse is None else rt.reuse.crossings(scheduled)
+        step_in_flight.sink = None if rt.reuse is None else rt.reuse.crossings(scheduled)
         broken = None if all(s.decode for s in scheduled) else BrokenRows(len(scheduled), device)
-        context = rt.context(build(works, rt.config, device), tap, flight.sink, broken)
+        context = rt.context(build(works, rt.config, device), tap, step_in_flight.sink, broken)
         spans = logit_spans(works)
         known = known_rows(
-            rt, emitting, [drafts[i] for i in flight.emitters], [spans[i] for i in flight.emitters]
+            rt,
+            emitting,
+            [drafts[i] for i in step_in_flight.emitters],
+            [spans[i] for i in step_in_flight.emitters],
         )
         wanted = [
             (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
             for i, s in enumerate(scheduled)
             if s.request.wants_prompt_logprobs and not s.decode
         ]
-    flight.drafting, draft = (), None
+    step_in_flight.drafting, draft = (), None
     if rt.verifier.max_draft:
-        flight.drafting = tuple(e for e, s in enumerate(emitting) if not surely_last(s.request))
-    if flight.drafting:
-        draft = draft_context(rt, [emitting[e] for e in flight.drafting], tap_of)
+        step_in_flight.drafting = tuple(
+            e for e, s in enumerate(emitting) if not surely_last(s.request)
+        )
+    if step_in_flight.drafting:
+        draft = draft_context(rt, [emitting[e] for e in step_in_flight.drafting], tap_of)
     top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
     return Plan(
         context,
@@ -87,7 +102,7 @@ def prepare(
         tuple(wanted),
         broken,
         draft,
-        put(flight.drafting, device),
+        put(step_in_flight.drafting, device),
         top,
     ), most
 

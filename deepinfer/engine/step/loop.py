@@ -20,7 +20,7 @@ from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap
-from deepinfer.engine.step.in_flight import Flight
+from deepinfer.engine.step.awaits import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
 
@@ -45,7 +45,7 @@ class Loop:
     def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
         self.rt, self.tokenizer, self.traces = rt, tokenizer, traces
         self.requests: dict[int, Request] = {}
-        self.flights: list[Flight] = []
+        self.in_flight: list[InFlightStep] = []
         self.steps = 0
         self._count = 0
         self._idle = 0
@@ -203,7 +203,7 @@ class Loop:
         overlap=True the one before, else this one. An error or interrupt at any line loses no page,
         slot or request."""
         rt = self.rt
-        pending = bool(self.flights)
+        pending = bool(self.in_flight)
         with self._whole():  # wherever it breaks off: no page, slot or request is lost
             record = rt.stats.begin(self.steps)
             self._expire()
@@ -212,12 +212,12 @@ class Loop:
                 self._launch(schedule, record)
             else:
                 rt.stats.drop(record)
-            while len(self.flights) > bool(schedule.scheduled):
-                self._land()
-            if self.flights and (why := overlap.why_synchronous(rt, self.flights[0])):
+            while len(self.in_flight) > bool(schedule.scheduled):
+                self._commit_oldest()
+            if self.in_flight and (why := overlap.why_synchronous(rt, self.in_flight[0])):
                 if rt.settings.overlap:
                     rt.stats.synchronous[why] += 1
-                self._land()
+                self._commit_oldest()
         idle = not schedule.scheduled and not pending and self.unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= MOST_IDLE:
@@ -230,52 +230,55 @@ class Loop:
     def settle(self) -> None:
         """Commit what is on its way."""
         with self._whole():
-            while self.flights:
-                self._land()
+            while self.in_flight:
+                self._commit_oldest()
 
     def close(self) -> None:
         """Wait for the device; what is on its way comes to nothing."""
-        self.flights.clear()
+        self.in_flight.clear()
         self.rt.device.close()
 
     def _schedule(self, record: StepRecord) -> SchedulerOutput:
         rt = self.rt
-        if self.flights and overlap.short_of_pages(rt, self.requests.values()):
-            self._land_first(record, "pages are short")
+        if self.in_flight and overlap.short_of_pages(rt, self.requests.values()):
+            self._commit_in_flight(record, "pages are short")
         schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
-        if overlap.needs_the_step_before(schedule, self.flights):
-            self._land_first(record, "a mixed step")
+        if overlap.needs_the_step_before(schedule, self.in_flight):
+            self._commit_in_flight(record, "a mixed step")
             schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
         return schedule
 
-    def _land_first(self, record: StepRecord, why: str) -> None:
+    def _commit_in_flight(self, record: StepRecord, why: str) -> None:
         """Commit what is on its way; then the host goes on scheduling."""
-        while self.flights:
-            self._land()
+        while self.in_flight:
+            self._commit_oldest()
             self.rt.stats.synchronous[why] += 1
         self.rt.stats.turn(record, "schedule")
 
     @torch.inference_mode()
     def _launch(self, schedule: SchedulerOutput, record: StepRecord) -> None:
-        number, before = self.steps, self.flights[-1] if self.flights else None
+        number, before = self.steps, self.in_flight[-1] if self.in_flight else None
         self.steps += 1  # rows of a step that fails keep its number to themselves
-        flight = Flight(number, schedule.kind, record, schedule.scheduled, traced=bool(self.traces))
-        self.flights.append(flight)
-        launch.launch(self.rt, schedule, flight, before, lambda ids: self.tap(ids, number))
+        step_in_flight = InFlightStep(
+            number, schedule.kind, record, schedule.scheduled, traced=bool(self.traces)
+        )
+        self.in_flight.append(step_in_flight)
+        launch.launch(self.rt, schedule, step_in_flight, before, lambda ids: self.tap(ids, number))
 
     @torch.inference_mode()
-    def _land(self) -> None:
+    def _commit_oldest(self) -> None:
         """Commit the oldest step that is on its way."""
-        rt, flight = self.rt, self.flights[0]
-        rt.stats.wait(flight.record)
-        commit.commit(rt, flight, rt.device.wait(flight.job))
-        if flight.traced:
+        rt, step_in_flight = self.rt, self.in_flight[0]
+        rt.stats.wait(step_in_flight.record)
+        commit.commit(rt, step_in_flight, rt.device.wait(step_in_flight.job))
+        if step_in_flight.traced:
             for trace in self.traces:
                 trace.settle(
-                    flight.step, {s.request.id: s.request.stored for s in flight.scheduled}
+                    step_in_flight.step,
+                    {s.request.id: s.request.stored for s in step_in_flight.scheduled},
                 )
-        self.flights.pop(0)
-        rt.stats.close(flight.record, rt.scheduler.unfinished)
+        self.in_flight.pop(0)
+        rt.stats.close(step_in_flight.record, rt.scheduler.unfinished)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -297,8 +300,8 @@ class Loop:
         rt = self.rt
         rt.device.drain()
         rt.stats.recover()
-        commit.undo(rt, self.flights)
-        self.flights = []
+        commit.undo(rt, self.in_flight)
+        self.in_flight = []
         for request in (*self.requests.values(), *self._gone):
             if request.finished:
                 rt.stats.ended(request)

@@ -15,21 +15,21 @@ from collections.abc import Iterable
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import SchedulerOutput
-from deepinfer.engine.step.in_flight import Flight
+from deepinfer.engine.step.awaits import InFlightStep
 from deepinfer.slots import registry
 
 ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch
 
 
-def why_synchronous(rt: Runtime, flight: Flight) -> str | None:
+def why_synchronous(rt: Runtime, step_in_flight: InFlightStep) -> str | None:
     """Why this step is committed before the next one is scheduled; None where it need not be."""
     if not rt.settings.overlap:
         return "overlap is off"
-    if flight.traced:
+    if step_in_flight.traced:
         return "a trace is on"  # it is told at once which rows were accepted
-    if any(s.request.grammar is not None for s in flight.scheduled):
+    if any(s.request.grammar is not None for s in step_in_flight.scheduled):
         return "a grammar is asked on the host"
-    if not flight.wanted:
+    if not step_in_flight.wanted:
         return "nobody waits for it any more"
     if rt.model.device.type == "cuda":
         waits = [n for n in ON_DEVICE if not registry.promises(rt.slots[n], n).on_device]
@@ -51,9 +51,9 @@ def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
     return resources.pages.ask(missing) != "ok"
 
 
-def needs_the_step_before(schedule: SchedulerOutput, flights: list[Flight]) -> bool:
+def needs_the_step_before(schedule: SchedulerOutput, in_flight: list[InFlightStep]) -> bool:
     """Whether a schedule has to be made anew once what is on its way is committed: except in a pure
     decode step the host tells rows from rows, so it has to know how many each sequence has."""
     return schedule.kind != "decode" and any(
-        f.place(s.request) >= 0 for f in flights for s in schedule.scheduled
+        f.place(s.request) >= 0 for f in in_flight for s in schedule.scheduled
     )

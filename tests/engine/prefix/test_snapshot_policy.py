@@ -190,7 +190,9 @@ def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, 
 # ----------------------------------------------------------------------------------------- spare
 
 
-@pytest.mark.parametrize("per_request, stride", [(0, 0), (1, 8), (2, 8), (3, 4), (6, 4), (7, 2), (15, 1)])
+@pytest.mark.parametrize(
+    "per_request, stride", [(0, 0), (1, 8), (2, 8), (3, 4), (6, 4), (7, 2), (15, 1)]
+)
 def test_spare_ones_lie_at_powers_of_two_and_fit_the_share(per_request, stride):
     keeping = Keeping(SnapshotStore(0), PAGE, RESERVE, TAIL + 2 + per_request)
     assert keeping.stride(15 * PAGE + 3) == stride * PAGE

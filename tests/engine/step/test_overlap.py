@@ -11,7 +11,7 @@ from properties.small import small_engine
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit, execute, launch, overlap
-from deepinfer.engine.step.in_flight import Flight
+from deepinfer.engine.step.awaits import InFlightStep
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 
@@ -152,13 +152,13 @@ def test_the_next_step_is_launched_before_the_last_one_is_committed(monkeypatch,
     seen = []
     whole = launch.launch, commit.commit
 
-    def launching(rt, schedule, flight, before, tap_of):
-        seen.append(("launch", flight.step, None if before is None else before.step))
-        whole[0](rt, schedule, flight, before, tap_of)
+    def launching(rt, schedule, step_in_flight, before, tap_of):
+        seen.append(("launch", step_in_flight.step, None if before is None else before.step))
+        whole[0](rt, schedule, step_in_flight, before, tap_of)
 
-    def landed(rt, flight, result):
-        seen.append(("commit", flight.step, None))
-        whole[1](rt, flight, result)
+    def landed(rt, step_in_flight, result):
+        seen.append(("commit", step_in_flight.step, None))
+        whole[1](rt, step_in_flight, result)
 
     monkeypatch.setattr(launch, "launch", launching)
     monkeypatch.setattr(commit, "commit", landed)
@@ -177,7 +177,7 @@ def test_the_first_step_gives_nothing_yet_and_the_host_never_waits_for_its_own()
     number = eng.add(PROMPTS[0], max_tokens=5, ignore_eos=True, seed=3)
     for steps in range(3):
         assert eng.step() == [] and len(eng.requests[number].output) >= steps
-        assert len(eng._loop.flights) == 1
+        assert len(eng._loop.in_flight) == 1
         check(eng)
     request = eng.requests[number]
     assert [a.step for a in request.ahead] == [2]
@@ -197,8 +197,8 @@ def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
         eng.step()
         check(eng)
         for r in eng.requests.values():
-            known, length, computed, flights = before.get(r.id, (0, 0, 0, 0))
-            if flights:
+            known, length, computed, in_flight = before.get(r.id, (0, 0, 0, 0))
+            if in_flight:
                 assert known <= r.known <= length and r.stored <= computed
                 exact += r.known == length
                 over += r.known < length
@@ -280,11 +280,11 @@ def test_nobody_gives_way_who_would_not_do_so_synchronously(knowing, drafts):
 def by_row(self, request):
     """A result matched by its row, not by its request."""
     rows = [i for i, s in enumerate(self.scheduled) if s.emits]
-    return min(request.id, len(rows) - 1) if request.in_flight(self.step) else -1
+    return min(request.id, len(rows) - 1) if request.awaits(self.step) else -1
 
 
 BUGS = {
-    "a result matched by row": (Flight, "place", by_row),
+    "a result matched by row": (InFlightStep, "place", by_row),
     "a mixed step that is not made anew": (overlap, "needs_the_step_before", lambda *a: False),
 }
 

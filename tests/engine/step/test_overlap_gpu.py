@@ -115,11 +115,11 @@ def test_a_decode_launch_never_waits_for_the_device(gpu, serial, monkeypatch, ve
     launched = []
     whole = launch.launch
 
-    def watched(rt, schedule, flight, before, tap_of):
+    def watched(rt, schedule, step_in_flight, before, tap_of):
         if schedule.kind != "decode":
-            return whole(rt, schedule, flight, before, tap_of)
+            return whole(rt, schedule, step_in_flight, before, tap_of)
         with no_waiting():
-            whole(rt, schedule, flight, before, tap_of)
+            whole(rt, schedule, step_in_flight, before, tap_of)
         launched.append(before is not None)
 
     monkeypatch.setattr(launch, "launch", watched)

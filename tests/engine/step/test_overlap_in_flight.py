@@ -96,11 +96,11 @@ def test_who_gave_way_and_came_back_gets_nothing_of_its_life_before(knowing):
         running = eng.runtime.scheduler.running
         if n in (2, 3, 6, 7) and running:
             request = running[-1]
-            flight = eng._loop.flights[0]
+            step_in_flight = eng._loop.in_flight[0]
             eng.runtime.scheduler.preempt(request)
             output = list(request.output)
             done += eng.step()  # admits it and commits the flight that it was in
-            assert request.output == output and request.ahead[0].step > flight.step
+            assert request.output == output and request.ahead[0].step > step_in_flight.step
             assert request.draft is None
     same(sorted(done, key=lambda c: c.index), serial()[:2])
     check_empty(eng)
@@ -160,9 +160,9 @@ def test_snapshots_are_those_of_a_serial_run(knowing, monkeypatch):
     come, always."""
     whole = commit.commit
 
-    def late(rt, flight, result):
+    def late(rt, step_in_flight, result):
         rt.device.drain()
-        whole(rt, flight, result)
+        whole(rt, step_in_flight, result)
 
     how = dict(prefix_cache=True, page_size=2, num_snapshots=999)
     other = engine(overlap=False, **how)
@@ -244,7 +244,7 @@ def test_a_grammar_is_never_ahead_of_its_tokens(knowing):
     assert got[2].token_ids == (7, 8, 9, 7, 8, 9, 7) and got[2].finish_reason == "stop"
     number = eng.add(PROMPTS[2], how[2])
     eng.step()
-    assert not eng._loop.flights and len(eng.requests[number].output) == 1
+    assert not eng._loop.in_flight and len(eng.requests[number].output) == 1
     assert (
         eng.stats.synchronous["a grammar is asked on the host"] > 5 and not other.stats.synchronous
     )
@@ -263,7 +263,7 @@ def test_a_traced_engine_runs_synchronously(knowing):
         for e in (eng, other):
             while e.unfinished:
                 e.step()
-                assert not e._loop.flights
+                assert not e._loop.in_flight
     for position in (26, 30):
         a, b = (x.at("logits", position, request=1) for x in (t, u))
         torch.testing.assert_close(a, b)
