@@ -48,7 +48,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class InFlightTokens:
     """What a step that is on its way does to a request if every draft is accepted: rows before its
     last token that it computes, tokens that it gives (0: it ends inside a prompt). written: where
     the positions end whose keys it writes."""
@@ -64,7 +64,7 @@ class Request:
     """One sequence: prompt and output, and how far its keys are stored.
 
     stored: positions whose keys are stored and valid, by all that is committed; known: tokens that
-    are. ahead: what the steps on their way add, oldest first. A scheduler goes by the optimistic
+    are. in_flight: what the steps in flight add, oldest first. A scheduler goes by the optimistic
     counters `computed` and `length`, which count those as if every draft were accepted; where no
     step is on its way they are `stored` and `known`.
     preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None.
@@ -86,7 +86,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     stored: int = 0
-    ahead: tuple[Ahead, ...] = ()
+    in_flight: tuple[InFlightTokens, ...] = ()
     draft: Any = None
     grammar: Any = None  # its state; `compiled` makes another one
     compiled: Any = None
@@ -106,18 +106,18 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens, with those on their way as if every draft were accepted, as far as they count."""
-        if not self.ahead:
+        if not self.in_flight:
             return self.known
-        return min(self.known + sum(a.tokens for a in self.ahead), self.most)
+        return min(self.known + sum(a.tokens for a in self.in_flight), self.most)
 
     @property
     def computed(self) -> int:
         """Positions that are or will be computed, counted as `length` is: all but the last token
         behind a step that emits. Equal to `length` where no row is left to run, because the last
         token is surely on its way: each step that emits gives one at least."""
-        emitting = sum(a.tokens > 0 for a in self.ahead)
+        emitting = sum(a.tokens > 0 for a in self.in_flight)
         if not emitting:
-            return self.stored + sum(a.rows for a in self.ahead)
+            return self.stored + sum(a.rows for a in self.in_flight)
         return self.length if self.known + emitting >= self.most else self.length - 1
 
     @computed.setter
@@ -138,7 +138,7 @@ class Request:
     def awaits(self, step: int) -> bool:
         """Whether what this step gives is for the request as it is: it has not finished or given
         way since the step was launched."""
-        return self.state == "running" and any(a.step == step for a in self.ahead)
+        return self.state == "running" and any(a.step == step for a in self.in_flight)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -165,7 +165,7 @@ class Request:
         """Nothing of it is computed any more: its rows run again. The plan stays, so the same rows are
         dropped; of what it emitted nothing changes."""
         self.stored = self.prefix.adopted = self.prefix.known = 0
-        self.ahead, self.draft = (), None
+        self.in_flight, self.draft = (), None
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
 
@@ -183,4 +183,4 @@ class Request:
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         self.state, self.finish_reason, self.error = "finished", reason, error
-        self.ahead = ()
+        self.in_flight = ()

@@ -25,13 +25,13 @@ def check(eng) -> None:
     assert not any(r.pages or r.slot for r in waiting)
     for r in eng.requests.values():
         assert 0 <= r.stored < r.known or r.finished
-        assert r.stored <= r.computed <= r.length and len(r.ahead) <= len(eng._loop.in_flight)
-        assert r.state == "running" or not r.ahead
+        assert r.stored <= r.computed <= r.length and len(r.in_flight) <= len(eng._loop.in_flight)
+        assert r.state == "running" or not r.in_flight
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:
         places = len(r.pages) * rt.limits.page_size
-        assert max([r.stored, *(a.written for a in r.ahead)]) <= places
-        if r.decoding and not r.ahead:  # nothing that its next step does not write to
+        assert max([r.stored, *(a.written for a in r.in_flight)]) <= places
+        if r.decoding and not r.in_flight:  # nothing that its next step does not write to
             assert len(r.pages) <= rt.resources.pages_of(r.length + rt.resources.lookahead)
     check_reuse(rt, running)
 

@@ -94,7 +94,7 @@ class Resources:
         write there again. Only one behind which steps on their way were committed has such pages,
         and while another is on its way they are written to."""
         keep = self.pages_of(request.length + self.lookahead)
-        flying = request.ahead or not request.decoding
+        flying = request.in_flight or not request.decoding
         if request.state == "running" and not flying and len(request.pages) > keep:
             surplus, request.pages = request.pages[keep:], request.pages[:keep]
             self.pages.give(surplus)

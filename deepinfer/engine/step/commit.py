@@ -36,10 +36,10 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: Outcome) -> None:
     drafts = dict(zip(step_in_flight.emitters, (range(n - 1) for n in values.rows)))
     verified = [drafts.get(i, range(0)) for i in range(len(scheduled))]
     stats.ran(record, step_in_flight.kind, scheduled, verified, rt.resources.max_rows)
-    written = {i: max(a.written for a in scheduled[i].request.ahead) for i in landing}
+    written = {i: max(a.written for a in scheduled[i].request.in_flight) for i in landing}
     for i in landing:
         request = scheduled[i].request
-        request.stored, request.ahead = scheduled[i].stop, request.ahead[1:]
+        request.stored, request.in_flight = scheduled[i].stop, request.in_flight[1:]
     for i in landing:
         alone(scheduled[i].request, partial(prompt_logprobs, scheduled[i], result, i, record.step))
     for i, position in broken_chunks(scheduled, result):
@@ -91,11 +91,11 @@ def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
         alone(request, partial(retell, rt, request))
         if request.finished or request.output and stops(rt, request):
             continue  # what it holds goes back, and it is counted, with all that has finished
-        written = max([0, *(a.written for a in request.ahead)])
+        written = max([0, *(a.written for a in request.in_flight)])
         lost = written - request.stored > rt.limits.backtracking
         if lost or not whole or request.stored < began.get(request.id, 0):
             rt.resources.requeue(request)  # `recover` puts it into its queue
-        request.ahead = ()
+        request.in_flight = ()
 
 
 def retell(rt: Runtime, request: Request) -> None:

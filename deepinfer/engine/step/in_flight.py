@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deepinfer.engine.request import Ahead, Request
+from deepinfer.engine.request import InFlightTokens, Request
 from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
 
@@ -96,11 +96,11 @@ class InFlightStep:
 
 def surely_last(request: Request) -> bool:
     """Whether the next emission, one token at least, is its last."""
-    return request.known + sum(a.tokens > 0 for a in request.ahead) + 1 >= request.most
+    return request.known + sum(a.tokens > 0 for a in request.in_flight) + 1 >= request.most
 
 
 def mark_in_flight(item: ScheduledRequest, drafts: int, step: int) -> None:
-    """The scheduled request's request is ahead by this step, with up to `drafts` drafts on top."""
+    """Record in the request what this step may bring it, with up to `drafts` drafts on top."""
     tokens = 1 + drafts if item.emits else 0
-    ahead = Ahead(step, item.stop - item.start, tokens, item.stop + drafts)
-    item.request.ahead = (*item.request.ahead, ahead)
+    tokens_in_flight = InFlightTokens(step, item.stop - item.start, tokens, item.stop + drafts)
+    item.request.in_flight = (*item.request.in_flight, tokens_in_flight)

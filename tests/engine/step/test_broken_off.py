@@ -15,7 +15,7 @@ from engine.pool import check_empty
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import FCFS
 from deepinfer.engine.step import commit
-from deepinfer.engine.step.awaits import Ahead
+from deepinfer.engine.step.awaits import InFlightTokens
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 
@@ -190,9 +190,9 @@ def test_rows_that_the_rings_cannot_step_back_over_cost_the_place(beyond, state)
     (request,), rt = eng.requests.values(), eng.runtime
     item = ScheduledRequest(request, request.computed, request.computed + 1)
     written = request.stored + rt.limits.backtracking + beyond
-    request.ahead = (Ahead(3, 1, 1, written),)
+    request.in_flight = (InFlightTokens(3, 1, 1, written),)
     commit.undo(rt, [SimpleNamespace(scheduled=(item,))])
-    assert (request.state, request.ahead) == (state, ())
+    assert (request.state, request.in_flight) == (state, ())
 
 
 def test_what_a_fork_cannot_have_is_refused_by_name():

@@ -180,8 +180,8 @@ def test_the_first_step_gives_nothing_yet_and_the_host_never_waits_for_its_own()
         assert len(eng._loop.in_flight) == 1
         check(eng)
     request = eng.requests[number]
-    assert [a.step for a in request.ahead] == [2]
-    assert request.length == request.known + request.ahead[0].tokens > request.known
+    assert [a.step for a in request.in_flight] == [2]
+    assert request.length == request.known + request.in_flight[0].tokens > request.known
 
 
 def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
@@ -192,7 +192,7 @@ def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
     exact = over = 0
     while eng.unfinished:
         before = {
-            r.id: (r.known, r.length, r.computed, len(r.ahead)) for r in eng.requests.values()
+            r.id: (r.known, r.length, r.computed, len(r.in_flight)) for r in eng.requests.values()
         }
         eng.step()
         check(eng)

@@ -49,7 +49,9 @@ def test_a_step_that_fails_behind_the_host_is_undone_with_the_one_behind_it(erro
             except error as caught:
                 assert "bad luck" in str(caught)
                 failed += 1
-                assert not eng._loop.in_flight and not any(r.ahead for r in eng.requests.values())
+                assert not eng._loop.in_flight and not any(
+                    r.in_flight for r in eng.requests.values()
+                )
             check(eng)
         assert failed == 1
         same(sorted(done, key=lambda c: c.index), serial())

@@ -62,8 +62,8 @@ def test_what_ends_or_gives_way_in_flight_is_dropped(knowing, drafts, how):
             done |= {c.index: c for c in eng.step()}
             running = list(eng.runtime.scheduler.running)
             if n == at and running:
-                victim = max(running, key=lambda r: (len(r.ahead), len(r.output), r.id))
-                had, flying = list(victim.output), victim.ahead
+                victim = max(running, key=lambda r: (len(r.in_flight), len(r.output), r.id))
+                had, flying = list(victim.output), victim.in_flight
                 assert flying
                 if how == "abort":
                     done[victim.id] = eng.abort(victim.id)
@@ -71,7 +71,7 @@ def test_what_ends_or_gives_way_in_flight_is_dropped(knowing, drafts, how):
                     victim.deadline = time.monotonic() - 1
                 else:
                     eng.runtime.scheduler.preempt(victim)
-                    assert not victim.ahead and victim.output == had
+                    assert not victim.in_flight and victim.output == had
             check(eng)
         for i, want in zip(numbers, serial()):
             c = done[i]
@@ -100,7 +100,7 @@ def test_who_gave_way_and_came_back_gets_nothing_of_its_life_before(knowing):
             eng.runtime.scheduler.preempt(request)
             output = list(request.output)
             done += eng.step()  # admits it and commits the flight that it was in
-            assert request.output == output and request.ahead[0].step > step_in_flight.step
+            assert request.output == output and request.in_flight[0].step > step_in_flight.step
             assert request.draft is None
     same(sorted(done, key=lambda c: c.index), serial()[:2])
     check_empty(eng)
@@ -113,9 +113,9 @@ def test_a_fork_of_what_is_on_its_way_goes_on_from_what_is_known(knowing, cached
     for _ in range(4):
         eng.step()
     request = eng.requests[parent]
-    assert request.ahead and request.known < request.length
+    assert request.in_flight and request.known < request.length
     child = eng.fork(parent, seed=PARAMS[4].seed)
-    assert eng.requests[child].known == request.known and not eng.requests[child].ahead
+    assert eng.requests[child].known == request.known and not eng.requests[child].in_flight
     done = {}
     while eng.unfinished:
         done |= {c.index: c for c in eng.step()}
@@ -194,7 +194,7 @@ def test_pages_of_rejected_drafts_go_back(knowing, monkeypatch, overlap):
 
     def checked():
         for r in eng.runtime.scheduler.running:
-            if r.decoding and not r.ahead:
+            if r.decoding and not r.in_flight:
                 held.append(len(r.pages))
                 assert len(r.pages) <= resources.pages_of(r.length + resources.lookahead)
         return schedule()
