@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Prefix:
     """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
-    full pages; adopted, known: pages that it took over, that it and the cache have registered;
+    full pages; adopted, registered: pages that it took over, that it and the cache have registered;
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
     window_from: of each layer the lowest position with window rows; cut, uncut: lowest position of
     its prompt's cut (0: none), how many of the first layers are not cut; cached_tokens: tokens that it
@@ -33,7 +33,7 @@ class Prefix:
     images: tuple[ImageSpan, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     adopted: int = 0
-    known: int = 0
+    registered: int = 0
     exact: bool = True
     edited: bool = False
     window_from: tuple[int, ...] = ()
@@ -63,8 +63,8 @@ class InFlightTokens:
 class Request:
     """One sequence: prompt and output, and how far its keys are stored.
 
-    stored: positions whose keys are stored and valid, by all that is committed; known: tokens that
-    are. in_flight: what the steps in flight add, oldest first. A scheduler goes by the optimistic
+    num_computed: positions whose keys are computed and valid, by all that is committed;
+    num_tokens: tokens that are committed. in_flight: what the steps in flight add, oldest first. A scheduler goes by the optimistic
     counters `computed` and `length`, which count those as if every draft were accepted; where no
     step is on its way they are `stored` and `known`.
     preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None.
@@ -85,7 +85,7 @@ class Request:
     steps: list[TokenStep] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slot: int = 0
-    stored: int = 0
+    num_computed: int = 0
     in_flight: tuple[InFlightTokens, ...] = ()
     draft: Any = None
     grammar: Any = None  # its state; `compiled` makes another one
@@ -95,7 +95,7 @@ class Request:
     prefix: Prefix = field(default_factory=Prefix)
 
     @property
-    def known(self) -> int:
+    def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
     @property
@@ -107,8 +107,8 @@ class Request:
     def length(self) -> int:
         """Tokens, with those on their way as if every draft were accepted, as far as they count."""
         if not self.in_flight:
-            return self.known
-        return min(self.known + sum(a.tokens for a in self.in_flight), self.most)
+            return self.num_tokens
+        return min(self.num_tokens + sum(a.tokens for a in self.in_flight), self.most)
 
     @property
     def computed(self) -> int:
@@ -117,12 +117,12 @@ class Request:
         token is surely on its way: each step that emits gives one at least."""
         emitting = sum(a.tokens > 0 for a in self.in_flight)
         if not emitting:
-            return self.stored + sum(a.rows for a in self.in_flight)
-        return self.length if self.known + emitting >= self.most else self.length - 1
+            return self.num_computed + sum(a.rows for a in self.in_flight)
+        return self.length if self.num_tokens + emitting >= self.most else self.length - 1
 
     @computed.setter
     def computed(self, positions: int) -> None:
-        self.stored = positions
+        self.num_computed = positions
 
     @property
     def decoding(self) -> bool:
@@ -164,7 +164,7 @@ class Request:
     def restart(self) -> None:
         """Nothing of it is computed any more: its rows run again. The plan stays, so the same rows are
         dropped; of what it emitted nothing changes."""
-        self.stored = self.prefix.adopted = self.prefix.known = 0
+        self.num_computed = self.prefix.adopted = self.prefix.registered = 0
         self.in_flight, self.draft = (), None
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
@@ -177,9 +177,9 @@ class Request:
             emitted = min(emitted, len(self.top_logprobs))
         for values in (self.output, self.logprobs, self.steps, self.top_logprobs):
             del values[emitted:]
-        self.stored = min(self.stored, self.known - 1)
-        told = len(self.prompt_logprobs) == self.stored + 1
-        return told or not self.stored or not self.wants_prompt_logprobs
+        self.num_computed = min(self.num_computed, self.num_tokens - 1)
+        told = len(self.prompt_logprobs) == self.num_computed + 1
+        return told or not self.num_computed or not self.wants_prompt_logprobs
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
         self.state, self.finish_reason, self.error = "finished", reason, error

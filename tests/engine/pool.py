@@ -24,13 +24,15 @@ def check(eng) -> None:
     check_pages(rt.pages)
     assert not any(r.pages or r.slot for r in waiting)
     for r in eng.requests.values():
-        assert 0 <= r.stored < r.known or r.finished
-        assert r.stored <= r.computed <= r.length and len(r.in_flight) <= len(eng._loop.in_flight)
+        assert 0 <= r.num_computed < r.num_tokens or r.finished
+        assert r.num_computed <= r.computed <= r.length and len(r.in_flight) <= len(
+            eng._loop.in_flight
+        )
         assert r.state == "running" or not r.in_flight
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:
         places = len(r.pages) * rt.limits.page_size
-        assert max([r.stored, *(a.written for a in r.in_flight)]) <= places
+        assert max([r.num_computed, *(a.written for a in r.in_flight)]) <= places
         if r.decoding and not r.in_flight:  # nothing that its next step does not write to
             assert len(r.pages) <= rt.resources.pages_of(r.length + rt.resources.lookahead)
     check_reuse(rt, running)
@@ -46,12 +48,14 @@ def check_reuse(rt, running) -> None:
     shared = {}
     for r in running:
         mine = r.prefix
-        full = max(r.stored // size, mine.adopted)  # a replay's rows begin below what it took over
-        assert mine.adopted <= mine.known <= full
+        full = max(
+            r.num_computed // size, mine.adopted
+        )  # a replay's rows begin below what it took over
+        assert mine.adopted <= mine.registered <= full
         if not rt.reuse.current(r):  # it began before the cache was cleared
             assert not any(p in prefix.pages._keys for p in r.pages)
             continue
-        keys = prefix.keys(r.token_slice(0, r.known), salt=mine.salt, images=mine.images)
+        keys = prefix.keys(r.token_slice(0, r.num_tokens), salt=mine.salt, images=mine.images)
         assert mine.keys == keys[: len(mine.keys)]
         for i, page in enumerate(r.pages):
             key = prefix.pages._keys.get(page)

@@ -356,7 +356,7 @@ def test_a_recompute_begins_at_a_snapshot_at_the_very_end_of_the_prompt():
     request, reuse = eng.requests[number], eng.runtime.reuse
     while len(request.output) < 20:
         eng.step()
-    keys = reuse.prefix.keys(request.token_slice(0, request.known))
+    keys = reuse.prefix.keys(request.token_slice(0, request.num_tokens))
     for page, key in enumerate(keys):
         if page != 9:  # the one that ends at 40
             reuse.snapshots.evict(key)
@@ -555,7 +555,7 @@ def test_a_recompute_leaves_windows_of_its_own_cut():
     starts = []
     for _ in range(2):
         eng.runtime.scheduler.preempt(request)
-        while request.state != "running" or request.computed < request.known - 1:
+        while request.state != "running" or request.computed < request.num_tokens - 1:
             eng.step()
         starts.append(request.plan.start)
         behind = [s for s in store._held.values() if s.position >= 30]

@@ -200,7 +200,7 @@ class Reuse:
             start.snapshot.check(cache)
             self.rt.device.post(partial(start.snapshot.restore, cache, slot, at))
         request.plan, request.computed = start.plan, at
-        mine.adopted = mine.known = len(start.pages)
+        mine.adopted = mine.registered = len(start.pages)
         mine.exact = start.plan.exact and start.exact
         mine.edited = False
         layers = 0 if start.snapshot is None else start.snapshot.layers
@@ -283,24 +283,24 @@ class Reuse:
             self.disown(request)
         if request.error is not None or mine.edited or not self.current(request):
             return
-        full = request.stored // self.page_size
-        if full <= mine.known:
+        full = request.num_computed // self.page_size
+        if full <= mine.registered:
             return
-        keys = self.keys(request, request.stored)
-        new = slice(mine.known, full)
+        keys = self.keys(request, request.num_computed)
+        new = slice(mine.registered, full)
         self.prefix.register(keys[new], request.pages[new], exact=mine.exact)
-        for page in range(mine.known, full):
+        for page in range(mine.registered, full):
             at = (page + 1) * self.page_size
             if (role := self.keeping.role(request, at)) is not None:
                 snapshot = seen.get(at) or self.from_rings(request, at, written)
                 self.keeping.keep(request, keys, at, role, snapshot)
         self.keeping.move_on(request)
-        mine.known = full
+        mine.registered = full
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
         """The window rows at a page end that is only just behind, where they are not kept yet."""
         mine, cache, layers = request.prefix, self.rt.cache, self.layers(request, at)
-        how = dict(computed=request.stored, drafts=written - request.stored)
+        how = dict(computed=request.num_computed, drafts=written - request.num_computed)
         if not layers or not self.better(mine.keys, request, at, layers):
             return None
         if not held(cache, at, **how):
@@ -317,15 +317,15 @@ class Reuse:
             for key in mine.keys:
                 self.pages.evict(key)
                 self.snapshots.evict(key)
-            mine.known = mine.adopted = 0
+            mine.registered = mine.adopted = 0
             return
-        own = slice(mine.adopted, mine.known)
+        own = slice(mine.adopted, mine.registered)
         for key, page in zip(mine.keys[own], request.pages[own]):
             there = self.pages.get(key)
             if there is not None and there.page == page:
                 self.pages.evict(key)
                 self.snapshots.evict(key)
-        mine.known = mine.adopted
+        mine.registered = mine.adopted
 
     def clear(self) -> None:
         """Forget every page and snapshot. Requests that run keep their pages and register nothing.
@@ -373,4 +373,7 @@ def snapshot_bytes(cache, layers: int | None = None) -> int:
     position."""
     layers = cache.config.num_hidden_layers if layers is None else layers
     window = max(s.window for s in cache.specs)
-    return sum(window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers])
+    return sum(
+        window * r.num_computed.shape[1] * r.num_computed.element_size()
+        for r in cache.windows[:layers]
+    )

@@ -89,7 +89,7 @@ class Keeping:
             return "branch"
         if at == self.repeat(request):
             return "repeat"
-        if at >= self.bound(request.known):
+        if at >= self.bound(request.num_tokens):
             return "tail"
         return "spare" if mine.stride and at <= mine.goal and at % mine.stride == 0 else None
 
@@ -140,7 +140,7 @@ class Keeping:
     def move_on(self, request: Request) -> None:
         """The request has become longer: what was its tail and fell behind is dropped. After it
         gave way its tail may lie past what is computed again; its keys reach as far all the same."""
-        mine, edge = request.prefix, self.bound(request.known)
+        mine, edge = request.prefix, self.bound(request.num_tokens)
         keys = mine.keys
         for at in [p for p in mine.tail if p < edge]:
             mine.tail.remove(at)

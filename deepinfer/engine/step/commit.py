@@ -39,7 +39,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: Outcome) -> None:
     written = {i: max(a.written for a in scheduled[i].request.in_flight) for i in landing}
     for i in landing:
         request = scheduled[i].request
-        request.stored, request.in_flight = scheduled[i].stop, request.in_flight[1:]
+        request.num_computed, request.in_flight = scheduled[i].stop, request.in_flight[1:]
     for i in landing:
         alone(scheduled[i].request, partial(prompt_logprobs, scheduled[i], result, i, record.step))
     for i, position in broken_chunks(scheduled, result):
@@ -72,7 +72,7 @@ def alone(request: Request, write: Callable[[], None]) -> None:
 
 def settled(item: ScheduledRequest) -> ScheduledRequest:
     """A scheduled request whose place the host only knew the bounds of, where it really was."""
-    known = item.request.known
+    known = item.request.num_tokens
     return replace(item, start=known - 1, stop=known) if item.decode else item
 
 
@@ -92,8 +92,8 @@ def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
         if request.finished or request.output and stops(rt, request):
             continue  # what it holds goes back, and it is counted, with all that has finished
         written = max([0, *(a.written for a in request.in_flight)])
-        lost = written - request.stored > rt.limits.backtracking
-        if lost or not whole or request.stored < began.get(request.id, 0):
+        lost = written - request.num_computed > rt.limits.backtracking
+        if lost or not whole or request.num_computed < began.get(request.id, 0):
             rt.resources.requeue(request)  # `recover` puts it into its queue
         request.in_flight = ()
 
@@ -160,7 +160,7 @@ def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) 
             f"request {request.id}: {rt.verifier!r} accepted {count} tokens of {drafts} drafts; "
             f"1 to {drafts + 1} are possible"
         )
-    before, kept = request.stored, 0
+    before, kept = request.num_computed, 0
     for j in range(count):
         if not v.finite[e][j]:
             place = f"output position {len(request.output)}"
@@ -175,7 +175,7 @@ def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) 
         if request.finished:
             break
     rt.stats.emitted(record, request, kept, min(kept, count - 1), drafts)
-    request.stored = before + max(kept - 1, 0)
+    request.num_computed = before + max(kept - 1, 0)
 
 
 def hold_drafts(step_in_flight: InFlightStep, v: Emitted, landing: list[int]) -> None:
@@ -187,7 +187,7 @@ def hold_drafts(step_in_flight: InFlightStep, v: Emitted, landing: list[int]) ->
             continue
         stale = request.draft.survival if request.draft is not None else ()
         request.draft = HeldDraft(
-            request.known,
+            request.num_tokens,
             tuple(v.drafts[e]),
             tuple(v.confidence[e]),
             tuple(v.survival[e]),
@@ -236,7 +236,7 @@ def stops(rt: Runtime, request: Request) -> bool:
     p = request.params
     if at_eos(rt, request) or request.grammar is not None and request.grammar.done:
         request.finish("stop")
-    elif len(request.output) >= p.max_tokens or request.known >= rt.limits.model_len:
+    elif len(request.output) >= p.max_tokens or request.num_tokens >= rt.limits.model_len:
         request.finish("length")
     return request.finished
 

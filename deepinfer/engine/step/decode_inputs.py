@@ -184,8 +184,8 @@ def decode_rows(
     drafts = [() if d is None else d.tokens for d in held]
     survival = [() if d is None else d.survival for d in held]
     fresh = Carried(
-        put([recent_ids(rt, r, r.known) for r in requests], device),
-        put([r.known for r in requests], device),
+        put([recent_ids(rt, r, r.num_tokens) for r in requests], device),
+        put([r.num_tokens for r in requests], device),
         put([len(r.output) for r in requests], device),
         put([padded(d, n, -1) for d in drafts], device).view(b, n),
         put([padded(s, n, 0.0) for s in survival], device, torch.float64).view(b, n),

@@ -275,7 +275,7 @@ class Loop:
             for trace in self.traces:
                 trace.settle(
                     step_in_flight.step,
-                    {s.request.id: s.request.stored for s in step_in_flight.scheduled},
+                    {s.request.id: s.request.num_computed for s in step_in_flight.scheduled},
                 )
         self.in_flight.pop(0)
         rt.stats.close(step_in_flight.record, rt.scheduler.unfinished)

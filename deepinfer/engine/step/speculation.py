@@ -26,4 +26,4 @@ class HeldDraft:
 def held_draft(request: Request) -> HeldDraft | None:
     """The draft of what comes next; None also where only that of an earlier place is there."""
     d = request.draft
-    return d if d is not None and d.at == request.known else None
+    return d if d is not None and d.at == request.num_tokens else None

@@ -460,7 +460,7 @@ def test_a_request_that_ends_before_its_broken_chunk_is_seen_leaves_nothing(how)
     eng.step()
     request = eng.requests[number]
     eng.runtime.device.drain()
-    assert request.in_flight and not request.stored and experts.layer == -1
+    assert request.in_flight and not request.num_computed and experts.layer == -1
     if how == "abort":
         eng.abort(number)
     elif how == "timeout":

@@ -110,7 +110,7 @@ def test_a_fork_leaves_one_where_it_begins():
         eng.step()
     child = eng.fork(parent, seed=9)
     request, ids = eng.requests[parent], [*LONG[:50], *eng.requests[parent].output]
-    while request.stored < 100:
+    while request.num_computed < 100:
         eng.step()
         check(eng)
     eng.abort(child), eng.abort(parent)
@@ -178,7 +178,7 @@ def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, 
             check(eng)
         assert length - eng.stats.prefill_rows + before in (0, 1)  # the last may be a decode row
         tail = sorted(request.prefix.tail)
-        assert tail and len(set(tail)) == len(tail) and tail[-1] <= request.stored
+        assert tail and len(set(tail)) == len(tail) and tail[-1] <= request.num_computed
     assert len(eng.requests) == 1
     while eng.unfinished:
         (done,) = eng.step() or [None]
@@ -285,8 +285,11 @@ def test_a_tail_falls_behind_unless_another_has_it_too():
         eng.step()
         check(eng)
         if request.state == "running" and request.decoding:
-            full = request.prefix.keys[: request.stored // PAGE]
-            assert bound(request.known) == 0 or full[bound(request.known) // PAGE - 1] in held
+            full = request.prefix.keys[: request.num_computed // PAGE]
+            assert (
+                bound(request.num_tokens) == 0
+                or full[bound(request.num_tokens) // PAGE - 1] in held
+            )
     while eng.unfinished:
         eng.step()
     kept = positions(eng)

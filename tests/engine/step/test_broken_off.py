@@ -189,7 +189,7 @@ def test_rows_that_the_rings_cannot_step_back_over_cost_the_place(beyond, state)
         eng.step()
     (request,), rt = eng.requests.values(), eng.runtime
     item = ScheduledRequest(request, request.computed, request.computed + 1)
-    written = request.stored + rt.limits.backtracking + beyond
+    written = request.num_computed + rt.limits.backtracking + beyond
     request.in_flight = (InFlightTokens(3, 1, 1, written),)
     commit.undo(rt, [SimpleNamespace(scheduled=(item,))])
     assert (request.state, request.in_flight) == (state, ())

@@ -181,7 +181,7 @@ def test_the_first_step_gives_nothing_yet_and_the_host_never_waits_for_its_own()
         check(eng)
     request = eng.requests[number]
     assert [a.step for a in request.in_flight] == [2]
-    assert request.length == request.known + request.in_flight[0].tokens > request.known
+    assert request.length == request.num_tokens + request.in_flight[0].tokens > request.num_tokens
 
 
 def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
@@ -192,16 +192,17 @@ def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
     exact = over = 0
     while eng.unfinished:
         before = {
-            r.id: (r.known, r.length, r.computed, len(r.in_flight)) for r in eng.requests.values()
+            r.id: (r.num_tokens, r.length, r.computed, len(r.in_flight))
+            for r in eng.requests.values()
         }
         eng.step()
         check(eng)
         for r in eng.requests.values():
             known, length, computed, in_flight = before.get(r.id, (0, 0, 0, 0))
             if in_flight:
-                assert known <= r.known <= length and r.stored <= computed
-                exact += r.known == length
-                over += r.known < length
+                assert known <= r.num_tokens <= length and r.num_computed <= computed
+                exact += r.num_tokens == length
+                over += r.num_tokens < length
     assert exact > 5 and over > 20
     check_empty(eng)
 
