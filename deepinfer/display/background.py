@@ -27,7 +27,7 @@ def background_html(b: Background) -> str:
     """A table of what it runs."""
     requests = list(b._owned.values())
     rows = [
-        (r.id, r.state, len(r.prompt), f"{len(r.output)} of at most {r.params.max_tokens}")
+        (r.id, r.status, len(r.prompt), f"{len(r.output)} of at most {r.params.max_tokens}")
         for r in requests[:SHOWN_REQUESTS]
     ]
     hidden = len(requests) - SHOWN_REQUESTS
@@ -51,7 +51,7 @@ def running_html(r: Running) -> str:
 
 
 def _state(r: Running) -> str:
-    state = f"finished ({r.state})" if r.done else r.state
+    state = f"finished ({r.status})" if r.done else r.status
     return f"{state}, {counted(len(r.token_ids), 'token')}"
 
 
@@ -61,7 +61,7 @@ def _tail(text: str) -> str:
 
 def _counts(b: Background) -> str:
     owned: list[Request] = list(b._owned.values())
-    running = sum(r.state == "running" for r in owned)
+    running = sum(r.status == "running" for r in owned)
     ended = ", ".join(f"{n} {reason}" for reason, n in sorted(b._ended.items()))
     parts = [f"{running} running", f"{len(owned) - running} waiting"]
     return ", ".join([*(["closed"] if b.closed else parts), f"{b._ended.total()} ended"]) + (

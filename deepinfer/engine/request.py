@@ -65,8 +65,8 @@ class Request:
 
     num_computed: positions whose keys are computed and valid, by all that is committed;
     num_tokens: tokens that are committed. in_flight: what the steps in flight add, oldest first. A scheduler goes by the optimistic
-    counters `computed` and `length`, which count those as if every draft were accepted; where no
-    step is on its way they are `stored` and `known`.
+    counters `optimistic_computed` and `optimistic_tokens`, which count those as if every draft were accepted; where no
+    step is on its way they are `num_computed` and `num_tokens`.
     preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None.
     """
 
@@ -75,7 +75,7 @@ class Request:
     params: SamplingParams
     seed: int
     plan: ReplayPlan | None = None
-    state: str = "waiting"
+    status: str = "waiting"
     finish_reason: str | None = None
     error: Exception | None = None
     output: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Request:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     steps: list[TokenStep] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    slot: int = 0
+    state_id: int = 0
     num_computed: int = 0
     in_flight: tuple[InFlightTokens, ...] = ()
     draft: Any = None
@@ -99,46 +99,53 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
-    def most(self) -> int:
+    def max_length(self) -> int:
         """Tokens that it can become."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
-    def length(self) -> int:
+    def optimistic_tokens(self) -> int:
         """Tokens, with those on their way as if every draft were accepted, as far as they count."""
         if not self.in_flight:
             return self.num_tokens
-        return min(self.num_tokens + sum(a.tokens for a in self.in_flight), self.most)
+        return min(self.num_tokens + sum(a.tokens for a in self.in_flight), self.max_length)
 
     @property
-    def computed(self) -> int:
-        """Positions that are or will be computed, counted as `length` is: all but the last token
-        behind a step that emits. Equal to `length` where no row is left to run, because the last
+    def optimistic_computed(self) -> int:
+        """Positions that are or will be computed, counted as `optimistic_tokens` is: all but the last token
+        behind a step that emits. Equal to `optimistic_tokens` where no row is left to run, because the last
         token is surely on its way: each step that emits gives one at least."""
         emitting = sum(a.tokens > 0 for a in self.in_flight)
         if not emitting:
             return self.num_computed + sum(a.rows for a in self.in_flight)
-        return self.length if self.num_tokens + emitting >= self.most else self.length - 1
+        return (
+            self.optimistic_tokens
+            if self.num_tokens + emitting >= self.max_length
+            else self.optimistic_tokens - 1
+        )
 
-    @computed.setter
-    def computed(self, positions: int) -> None:
+    @optimistic_computed.setter
+    def optimistic_computed(self, positions: int) -> None:
         self.num_computed = positions
 
     @property
     def decoding(self) -> bool:
         """Whether all but the last output token is computed: its next row is a decode row. Anything
         else, an output that has to be computed again too, runs as prefill rows."""
-        return self.length > len(self.prompt) and self.computed == self.length - 1
+        return (
+            self.optimistic_tokens > len(self.prompt)
+            and self.optimistic_computed == self.optimistic_tokens - 1
+        )
 
     @property
     def prefilling(self) -> bool:
         """Whether prefill rows are left to run."""
-        return self.computed < self.length and not self.decoding
+        return self.optimistic_computed < self.optimistic_tokens and not self.decoding
 
     def awaits(self, step: int) -> bool:
         """Whether what this step gives is for the request as it is: it has not finished or given
         way since the step was launched."""
-        return self.state == "running" and any(a.step == step for a in self.in_flight)
+        return self.status == "running" and any(a.step == step for a in self.in_flight)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -147,13 +154,13 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.state == "finished"
+        return self.status == "finished"
 
     def __repr__(self) -> str:
         end = f" ({self.finish_reason})" if self.finished else ""
         return (
             f"Request({self.id}, {len(self.prompt)} prompt + {len(self.output)} output tokens, "
-            f"{self.computed} computed, {self.state}{end})"
+            f"{self.optimistic_computed} computed, {self.status}{end})"
         )
 
     def token_slice(self, start: int, stop: int) -> list[int]:
@@ -182,5 +189,5 @@ class Request:
         return told or not self.num_computed or not self.wants_prompt_logprobs
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
-        self.state, self.finish_reason, self.error = "finished", reason, error
+        self.status, self.finish_reason, self.error = "finished", reason, error
         self.in_flight = ()

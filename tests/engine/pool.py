@@ -9,32 +9,34 @@ def check(eng) -> None:
     """Free, cached and held make up each pool; what is held belongs to running requests, each its
     own but for pages that the prefix cache knows."""
     rt = eng.runtime
-    running = [r for r in eng.requests.values() if r.state == "running"]
-    waiting = [r for r in eng.requests.values() if r.state == "waiting"]
+    running = [r for r in eng.requests.values() if r.status == "running"]
+    waiting = [r for r in eng.requests.values() if r.status == "waiting"]
     assert running == sorted(rt.scheduler.running, key=lambda r: r.id) and waiting == list(
         rt.scheduler.waiting
     )
     assert len(running) <= rt.limits.seqs
-    slots = [r.slot for r in running]
+    slots = [r.state_id for r in running]
     assert len(slots) == len(set(slots)) and 0 not in slots
     assert set(slots) == set(range(1, rt.states.size + 1)) - set(rt.states._free)
     assert rt.states.free + len(slots) == rt.states.size
     assert all(len(r.pages) == len(set(r.pages)) and 0 not in r.pages for r in running)
     assert rt.pages._holders == Counter(p for r in running for p in r.pages)
     check_pages(rt.pages)
-    assert not any(r.pages or r.slot for r in waiting)
+    assert not any(r.pages or r.state_id for r in waiting)
     for r in eng.requests.values():
         assert 0 <= r.num_computed < r.num_tokens or r.finished
-        assert r.num_computed <= r.computed <= r.length and len(r.in_flight) <= len(
-            eng._loop.in_flight
-        )
-        assert r.state == "running" or not r.in_flight
+        assert r.num_computed <= r.optimistic_computed <= r.optimistic_tokens and len(
+            r.in_flight
+        ) <= len(eng._loop.in_flight)
+        assert r.status == "running" or not r.in_flight
         assert len(r.output) == len(r.logprobs) == len(r.steps) <= r.params.max_tokens
     for r in running:
         places = len(r.pages) * rt.limits.page_size
         assert max([r.num_computed, *(a.written for a in r.in_flight)]) <= places
         if r.decoding and not r.in_flight:  # nothing that its next step does not write to
-            assert len(r.pages) <= rt.resources.pages_of(r.length + rt.resources.lookahead)
+            assert len(r.pages) <= rt.resources.pages_of(
+                r.optimistic_tokens + rt.resources.lookahead
+            )
     check_reuse(rt, running)
 
 

@@ -237,7 +237,9 @@ def test_the_drafter_sees_a_full_window_after_every_prefill(rows, length):
     assert drafts[0].confidence == pytest.approx(drafts[1].confidence, abs=1e-9)
     cache, request = eng.runtime.cache, eng.requests[number]
     (layer,) = eng.config.draft_layers
-    held = cache.windows[layer].stored[request.slot * cache.ring : (request.slot + 1) * cache.ring]
+    held = cache.windows[layer].stored[
+        request.state_id * cache.ring : (request.state_id + 1) * cache.ring
+    ]
     seen = [p % cache.ring for p in range(max(length - WINDOW, 0), length)]
     assert (
         len(seen) == min(length, WINDOW) and held[seen].isfinite().all() and held[seen].any(1).all()

@@ -89,9 +89,9 @@ class Running:
         return self._finished
 
     @property
-    def state(self) -> str:
+    def status(self) -> str:
         """'waiting', 'running', or its finish_reason."""
-        return str(self._request.finish_reason) if self._finished else self._request.state
+        return str(self._request.finish_reason) if self._finished else self._request.status
 
     @property
     def token_ids(self) -> tuple[int, ...]:

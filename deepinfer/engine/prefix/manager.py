@@ -151,7 +151,7 @@ class Reuse:
         mine = request.prefix
         if not self.current(request):  # it has computed nothing that is left, so its keys are new
             mine.generation, mine.keys, mine.tail = self.prefix.generation, [], []
-        limit = request.length - self.reserve
+        limit = request.optimistic_tokens - self.reserve
         if limit < self.page_size or request.wants_prompt_logprobs or self.edited:
             return Hit()
         return self.prefix.lookup(self.keys(request, limit), limit, exact=self.rt.replay.exact)
@@ -196,10 +196,10 @@ class Reuse:
         """The request has its pages and slot: it goes on behind what it took over."""
         mine, at = request.prefix, start.plan.start
         if start.snapshot is not None:  # in its turn: a step on its way may still write this slot
-            cache, slot = self.rt.cache, request.slot
+            cache, slot = self.rt.cache, request.state_id
             start.snapshot.check(cache)
             self.rt.device.post(partial(start.snapshot.restore, cache, slot, at))
-        request.plan, request.computed = start.plan, at
+        request.plan, request.optimistic_computed = start.plan, at
         mine.adopted = mine.registered = len(start.pages)
         mine.exact = start.plan.exact and start.exact
         mine.edited = False
@@ -212,7 +212,7 @@ class Reuse:
             Prompt(len(request.prompt), wants_all_logits=request.wants_prompt_logprobs)
         )
         mine.cut, mine.uncut = cut_of(cold)
-        keys = self.keys(request, request.length)
+        keys = self.keys(request, request.optimistic_tokens)
         self.keeping.begin(request, keys, at if layers else 0, self.shared(keys))
         # Above its cut a hit saves nothing: the windows of the layers that are cut are needed.
         usable = mine.cut // self.page_size * self.page_size if mine.cut else start.found
@@ -306,7 +306,7 @@ class Reuse:
         if not held(cache, at, **how):
             return None
         marks = dict(layers=layers, exact=mine.exact, floor=max(request.plan.floor))
-        return Snapshot.from_rings(cache, request.slot, at, **marks, **how)
+        return Snapshot.from_rings(cache, request.state_id, at, **marks, **how)
 
     def disown(self, request: Request) -> None:
         """Nothing that this request has registered is served any more. Where its numbers were not

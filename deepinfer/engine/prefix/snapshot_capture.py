@@ -34,7 +34,7 @@ class Crossings:
     ) -> None:
         self.cache, self.scheduled, self.wanted = cache, scheduled, wanted
         # As now: the layers run later, and their rows are read later still.
-        self.slots = [s.request.slot for s in scheduled]
+        self.slots = [s.request.state_id for s in scheduled]
         self._marks = {
             i: (scheduled[i].request.prefix.exact, max(scheduled[i].request.plan.floor))
             for i in wanted

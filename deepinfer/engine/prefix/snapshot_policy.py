@@ -99,7 +99,7 @@ class Keeping:
         """The request begins with the snapshot at `at` (0: with none). shared: tokens in the pages
         that others have left of it."""
         mine = request.prefix
-        mine.goal, mine.stride = request.length, self.stride(request.length)
+        mine.goal, mine.stride = request.optimistic_tokens, self.stride(request.optimistic_tokens)
         if mine.cached_tokens is None:  # later, what is there is mostly its own
             mine.branch = shared
         if at:

@@ -25,9 +25,9 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         r = self.request
         if self.emits is None:
-            object.__setattr__(self, "emits", self.stop == r.length)
+            object.__setattr__(self, "emits", self.stop == r.optimistic_tokens)
         if self.decode is None:
-            one = self.stop - self.start == 1 and r.length > len(r.prompt)
+            one = self.stop - self.start == 1 and r.optimistic_tokens > len(r.prompt)
             object.__setattr__(self, "decode", self.emits and one)
 
 

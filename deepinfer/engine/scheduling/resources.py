@@ -36,13 +36,13 @@ class Resources:
 
     def pages_at_most(self, request: Request) -> int:
         """Pages of the longest sequence that this request can become, drafts included."""
-        return self.pages_of(request.most + self.lookahead)
+        return self.pages_of(request.max_length + self.lookahead)
 
     def pages_to_start(self, request: Request) -> int:
         """Pages with which a waiting request may start: those of its tokens. One that gave way before
         also wants those of its next decode step, or it would give way again at once."""
         again = 1 + self.lookahead if request.output else 0
-        return self.pages_of(request.length + again)
+        return self.pages_of(request.optimistic_tokens + again)
 
     def match(self, request: Request) -> Start | None:
         """How a waiting request would start with what the prefix cache has; None without one."""
@@ -51,7 +51,7 @@ class Resources:
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
         start = self.match(request)
-        return request.computed if start is None else start.plan.start
+        return request.optimistic_computed if start is None else start.plan.start
 
     def can_admit(self, request: Request) -> str:
         """Whether a waiting request can start: 'ok', 'later' or 'never'."""
@@ -71,17 +71,17 @@ class Resources:
         hit = [] if start is None else [*start.pages]
         self.pages.pin(hit)  # before the others are taken, which may reclaim cached pages
         request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
-        request.slot = self.states.take(1)[0]
+        request.state_id = self.states.take(1)[0]
         if self.reuse is not None and start is not None:
             self.reuse.begin(request, start)
-            self.stats.found(request, request.computed)
-        request.state = "running"
+            self.stats.found(request, request.optimistic_computed)
+        request.status = "running"
         return True
 
     def extend(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens of a running request (None: for all that its next decode step may
         write); False, changing nothing, where they are not there."""
-        tokens = request.length + self.lookahead if tokens is None else tokens
+        tokens = request.optimistic_tokens + self.lookahead if tokens is None else tokens
         missing = self.pages_of(tokens) - len(request.pages)
         if missing > 0:
             if self.pages.ask(missing) != "ok":
@@ -93,9 +93,9 @@ class Resources:
         """Give back the pages of drafts that were rejected, as far as the next decode step does not
         write there again. Only one behind which steps on their way were committed has such pages,
         and while another is on its way they are written to."""
-        keep = self.pages_of(request.length + self.lookahead)
+        keep = self.pages_of(request.optimistic_tokens + self.lookahead)
         flying = request.in_flight or not request.decoding
-        if request.state == "running" and not flying and len(request.pages) > keep:
+        if request.status == "running" and not flying and len(request.pages) > keep:
             surplus, request.pages = request.pages[keep:], request.pages[:keep]
             self.pages.give(surplus)
 
@@ -105,7 +105,7 @@ class Resources:
         pages, request.pages = request.pages, []
         if pages:
             self.pages.give(pages)
-        slot, request.slot = request.slot, 0
+        slot, request.state_id = request.state_id, 0
         if slot:
             self.states.give([slot])
 
@@ -114,7 +114,7 @@ class Resources:
         computed again later, and nothing of the output is emitted twice."""
         self.free(request)
         request.restart()
-        request.state = "waiting"
+        request.status = "waiting"
 
     def preempt(self, request: Request) -> None:
         """`requeue` of a request that gives way to others."""
@@ -127,17 +127,17 @@ class Resources:
         its pages and slot or holds nothing, and nothing else is held. requests: all there are."""
         held = []
         for request in requests:
-            if request.state == "running" and request.pages and request.slot:
+            if request.status == "running" and request.pages and request.state_id:
                 held.append(request)
                 continue
-            request.pages, request.slot = [], 0
-            if request.state != "finished":
+            request.pages, request.state_id = [], 0
+            if request.status != "finished":
                 request.restart()
-                request.state = "waiting"
+                request.status = "waiting"
         if self.reuse is not None:
             self.reuse.recover()
         self.pages.recount(r.pages for r in held)
-        self.states.recount(r.slot for r in held)
+        self.states.recount(r.state_id for r in held)
         for request in held:
             self.trim(request)
 

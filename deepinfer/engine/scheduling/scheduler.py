@@ -133,8 +133,8 @@ class FCFS:
         alive = {r.id: r for r in requests}
 
         def in_state(state: str, queue: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-            kept = {r.id: r for r in queue if r.state == state and r.id in alive}
-            lost = [r for r in alive.values() if r.state == state and r.id not in kept]
+            kept = {r.id: r for r in queue if r.status == state and r.id in alive}
+            lost = [r for r in alive.values() if r.status == state and r.id not in kept]
             return lost, [*kept.values()]
 
         lost, kept = in_state("running", self.running)
@@ -184,21 +184,25 @@ class FCFS:
             head = begun[0] if begun else self.waiting[0] if admit and self.next_fits() else None
             if head is None:
                 break
-            start = head.computed if begun else self.resources.start_at(head)
-            context += min(head.length, start + rows)
+            start = head.optimistic_computed if begun else self.resources.start_at(head)
+            context += min(head.optimistic_tokens, start + rows)
             if scheduled and self.max_context is not None and context > self.max_context:
                 break
             if begun:
                 begun.popleft()
-                if not self.hold(head, min(head.length, start + rows)):
+                if not self.hold(head, min(head.optimistic_tokens, start + rows)):
                     continue
             elif self.resources.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
-            chunk = ScheduledRequest(head, head.computed, min(head.length, head.computed + rows))
+            chunk = ScheduledRequest(
+                head,
+                head.optimistic_computed,
+                min(head.optimistic_tokens, head.optimistic_computed + rows),
+            )
             scheduled.append(chunk)
             rows -= chunk.stop - chunk.start
-        return [s for s in scheduled if s.request.state == "running"]
+        return [s for s in scheduled if s.request.status == "running"]
 
     def decode(self, rows: int) -> list[ScheduledRequest]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
@@ -208,15 +212,15 @@ class FCFS:
             if len(chosen) == most:
                 break
             self.hold(request)
-            chosen = [r for r in (*chosen, request) if r.state == "running"]
-        return [ScheduledRequest(r, r.computed, r.length) for r in chosen]
+            chosen = [r for r in (*chosen, request) if r.status == "running"]
+        return [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in chosen]
 
     def hold(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens (None: for a decode step), while others give way; False where
         the request itself gave way, to this one or before."""
-        while request.state == "running" and not self.resources.extend(request, tokens):
+        while request.status == "running" and not self.resources.extend(request, tokens):
             self.preempt(self.victim())
-        return request.state == "running"
+        return request.status == "running"
 
     def order(self, ready: list[Request]) -> list[Request]:
         """In which order running requests take rows and pages of a decode step."""
@@ -329,11 +333,11 @@ def require_runnable(
         r, true = s.request, ScheduledRequest(s.request, s.start, s.stop)
         written = s.stop + (resources.lookahead if s.decode else 0)
         laws = [
-            (r.state == "running", f"is {r.state}"),
+            (r.status == "running", f"is {r.status}"),
             (r.id not in seen, "is listed twice"),
             (
-                s.start == r.computed < s.stop <= r.length,
-                f"has rows {s.start}..{s.stop - 1}, {r.computed} computed and {r.length} tokens",
+                s.start == r.optimistic_computed < s.stop <= r.optimistic_tokens,
+                f"has rows {s.start}..{s.stop - 1}, {r.optimistic_computed} computed and {r.optimistic_tokens} tokens",
             ),
             (
                 (s.emits, s.decode) == (true.emits, true.decode),

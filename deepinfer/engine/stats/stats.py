@@ -224,7 +224,9 @@ class Stats:
 
     def arrived(self, request: Request) -> None:
         """A request was added. What a fork has of its parent's output is prompt to it."""
-        self._live[request.id] = RequestRecord(request.id, request.length, perf_counter())
+        self._live[request.id] = RequestRecord(
+            request.id, request.optimistic_tokens, perf_counter()
+        )
         self.requests += 1
 
     def found(self, request: Request, tokens: int) -> None:

@@ -85,7 +85,7 @@ def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
         s.request.id: s.start for f in reversed(in_flight) for s in f.scheduled if not s.decode
     }
     for request in {s.request.id: s.request for f in in_flight for s in f.scheduled}.values():
-        if request.state != "running":
+        if request.status != "running":
             continue
         whole = request.mend()
         alone(request, partial(retell, rt, request))

@@ -192,7 +192,7 @@ def decode_rows(
         held_laws(rt, requests, n),
     )
     works = [
-        Work([0], s.start, pages=r.pages, state=r.slot, plan=r.plan, logits="all")
+        Work([0], s.start, pages=r.pages, state=r.state_id, plan=r.plan, logits="all")
         for r, s in zip(requests, scheduled)
     ]
     frame = build(works, rt.config, device, decode=True)

@@ -96,7 +96,9 @@ class InFlightStep:
 
 def surely_last(request: Request) -> bool:
     """Whether the next emission, one token at least, is its last."""
-    return request.num_tokens + sum(a.tokens > 0 for a in request.in_flight) + 1 >= request.most
+    return (
+        request.num_tokens + sum(a.tokens > 0 for a in request.in_flight) + 1 >= request.max_length
+    )
 
 
 def mark_in_flight(item: ScheduledRequest, drafts: int, step: int) -> None:

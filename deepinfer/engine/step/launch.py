@@ -116,7 +116,7 @@ def work(rt: Runtime, item: ScheduledRequest, drafts: tuple[int, ...]) -> Work:
         start=item.start,
         before=r.token_slice(max(item.start - back, 0), item.start),
         pages=r.pages,
-        state=r.slot,
+        state=r.state_id,
         plan=r.plan,
         logits=logits,
     )
@@ -168,7 +168,7 @@ def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
 def draft_context(rt: Runtime, scheduled: list[ScheduledRequest], tap_of: TapOf) -> ForwardContext:
     """Of the draft step behind these requests; ids and positions come with the tokens."""
     works = [
-        Work([0], s.stop, state=s.request.slot, plan=s.request.plan, logits="none")
+        Work([0], s.stop, state=s.request.state_id, plan=s.request.plan, logits="none")
         for s in scheduled
     ]
     batch = build(works, rt.config, rt.model.device, decode=True)

@@ -44,9 +44,9 @@ def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
     come, or with its own last token in the air."""
     resources = rt.resources
     missing = sum(
-        max(resources.pages_of(r.length + resources.lookahead) - len(r.pages), 0)
+        max(resources.pages_of(r.optimistic_tokens + resources.lookahead) - len(r.pages), 0)
         for r in requests
-        if r.state == "running" and r.decoding
+        if r.status == "running" and r.decoding
     )
     return resources.pages.ask(missing) != "ok"
 

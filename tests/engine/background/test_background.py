@@ -161,7 +161,7 @@ def test_everything_else_of_the_engine_works_meanwhile():
         assert done.index == mine and len(done.token_ids) == 5
         assert eng.abort(child).finish_reason == "abort"
         assert eng.abort(busy.id).token_ids == busy.result(SOON).token_ids
-        assert busy.state == "abort" and eng.unfinished == 0
+        assert busy.status == "abort" and eng.unfinished == 0
     check_empty(eng)
 
 
@@ -261,7 +261,7 @@ def test_who_stops_reading_aborts(how):
             del tokens
         elif how == "aclose":
             await tokens.aclose()
-            assert running.done and running.state == "abort"  # not only asked to end
+            assert running.done and running.status == "abort"  # not only asked to end
             at_once(eng, check_empty)
             assert [t async for t in tokens] == []
             await tokens.aclose()
@@ -290,17 +290,17 @@ def test_a_block_waits_for_all_at_its_end_as_an_executor_does():
     eng = long_engine()
     with eng.background() as bg:
         runs = [bg.add(p, max_tokens=40, ignore_eos=True, seed=1) for p in PROMPTS]
-    assert bg.closed and [r.state for r in runs] == ["length"] * 4
+    assert bg.closed and [r.status for r in runs] == ["length"] * 4
     assert [len(r.result(SOON).token_ids) for r in runs] == [40] * 4
     check_empty(eng)
     with eng.background() as bg:  # closed inside: nothing to wait for
         running = bg.add(PROMPTS[0], **LONG)
         bg.close()
-    assert running.state == "abort"
+    assert running.status == "abort"
     with eng.background() as bg:
         running = bg.add(PROMPTS[0], **LONG)
         eng.close()
-    assert running.state == "abort" and bg.closed
+    assert running.status == "abort" and bg.closed
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -311,7 +311,7 @@ def test_an_error_in_the_block_aborts(error):
         with eng.background() as bg:
             running = bg.add(PROMPTS[0], **LONG)
             raise error
-    assert bg.closed and running.state == "abort"
+    assert bg.closed and running.status == "abort"
     check_empty(eng)
 
 
@@ -322,7 +322,7 @@ def test_an_interrupt_while_the_block_s_end_waits_aborts():
         with eng.background() as bg:
             running = bg.add(PROMPTS[0], **LONG)
             interrupted_soon()
-    assert bg.closed and running.state == "abort" and not stepping()
+    assert bg.closed and running.status == "abort" and not stepping()
     check_empty(eng)
 
 
@@ -468,7 +468,7 @@ def test_a_step_that_raises_ends_all_with_its_error_and_the_engine_goes_on(monke
         ):
             with pytest.raises(ZeroDivisionError, match="a bad slot"):
                 wait()
-        assert [r.state for r in runs] == ["error"] * 2 and runs[0].token_ids
+        assert [r.status for r in runs] == ["error"] * 2 and runs[0].token_ids
         assert "ZeroDivisionError: a bad slot" in repr(bg) and "a bad slot" in bg._repr_html_()
         steps = eng._loop.steps
         time.sleep(0.05)
@@ -490,7 +490,7 @@ def test_a_fault_of_one_request_costs_that_one():
 
     with eng.background() as bg, eng.trace("logits", edit=edit):
         bad, good = bg.add(PROMPTS[0], **LONG), bg.add(PROMPTS[1], max_tokens=20, ignore_eos=True)
-        assert isinstance(bad.result(SOON).error, ArithmeticError) and bad.state == "error"
+        assert isinstance(bad.result(SOON).error, ArithmeticError) and bad.status == "error"
         with pytest.raises(ArithmeticError):
             list(bad)
         assert good.result(SOON).error is None and len(good.token_ids) == 20

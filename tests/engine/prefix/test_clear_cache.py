@@ -84,10 +84,10 @@ def test_rows_of_old_weights_are_served_to_nobody(edited, at, overlap):
         eng.add(LONG[: 60 + 9 * i], params(i, 25))
     for _ in range(at):
         eng.step()
-    began = [r for r in eng.requests.values() if r.state == "running"]
+    began = [r for r in eng.requests.values() if r.status == "running"]
     edited()
     eng.clear_cache()
-    waiting = [r.id for r in eng.requests.values() if r.state == "waiting"]
+    waiting = [r.id for r in eng.requests.values() if r.status == "waiting"]
     check(eng)
     done = {}
     while any(not r.finished for r in began):
@@ -115,7 +115,7 @@ def test_one_that_gave_way_computes_all_anew(edited):
     edited()
     eng.clear_cache()
     eng.runtime.scheduler.preempt(request)
-    length = request.length
+    length = request.optimistic_tokens
     eng.step()
     assert eng.stats.prefill_rows - rows == length and eng.cache.pages == length // 8
     check(eng)

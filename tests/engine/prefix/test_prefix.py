@@ -360,7 +360,7 @@ def test_drafts_take_the_room_of_pages_that_are_only_cached(overlap):
     while not eng.cache.page_evictions:
         eng.step()
         check(eng)
-        assert request.state == "running"
+        assert request.status == "running"
     assert request.decoding and pages.free == 0 and len(request.pages) > 2
     while eng.unfinished:
         (done,) = eng.step() or [None]
@@ -377,7 +377,7 @@ def test_a_request_that_gave_way_goes_on_from_what_it_left():
     while len(eng.requests[number].output) < 30:
         eng.step()
     request = eng.requests[number]
-    length, rows = request.length, eng.stats.prefill_rows
+    length, rows = request.optimistic_tokens, eng.stats.prefill_rows
     eng.runtime.scheduler.preempt(request)
     check(eng)
     eng.step()

@@ -148,9 +148,9 @@ def test_a_request_that_gave_way_anywhere_finds_its_tail(overlap):
         eng.step()
         check(eng)
         request = eng.requests.get(number)
-        if request and request.state == "running" and chance.random() < 0.2 and request.decoding:
+        if request and request.status == "running" and chance.random() < 0.2 and request.decoding:
             eng.runtime.scheduler.preempt(request)
-            length, before = request.length, eng.stats.prefill_rows
+            length, before = request.optimistic_tokens, eng.stats.prefill_rows
             eng.step(), eng.step()
             assert eng.stats.prefill_rows - before == length - usable(length, length - 1)
             ways += 1
@@ -172,7 +172,7 @@ def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, 
             eng.step()
         eng.runtime.scheduler.preempt(request)
         reclaim(eng)
-        length, before = request.length, eng.stats.prefill_rows
+        length, before = request.optimistic_tokens, eng.stats.prefill_rows
         while not request.decoding:
             eng.step()
             check(eng)
@@ -284,7 +284,7 @@ def test_a_tail_falls_behind_unless_another_has_it_too():
     while a in eng.requests:
         eng.step()
         check(eng)
-        if request.state == "running" and request.decoding:
+        if request.status == "running" and request.decoding:
             full = request.prefix.keys[: request.num_computed // PAGE]
             assert (
                 bound(request.num_tokens) == 0

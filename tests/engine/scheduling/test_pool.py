@@ -67,7 +67,7 @@ def test_a_pool_too_small_for_all_finishes_all_in_order(changes, drafts):
         done += eng.step()
         check(eng)
         started += [
-            r.id for r in eng.requests.values() if r.state == "running" and r.id not in started
+            r.id for r in eng.requests.values() if r.status == "running" and r.id not in started
         ]
     seen = [n for n in numbers if n in started]
     assert started == sorted(seen)  # admitted in order of arrival

@@ -193,8 +193,12 @@ def test_the_longest_output_gives_way_and_waits_in_front():
         check(eng)
         seen.append({r.id: len(r.output) for r in eng.requests.values()})
     longest = eng.requests[a]
-    assert longest.preemptions == 1 and longest.state == "waiting" and not longest.pages
-    assert longest.computed == 0 and longest.draft is None and len(longest.output) == seen[-1][a]
+    assert longest.preemptions == 1 and longest.status == "waiting" and not longest.pages
+    assert (
+        longest.optimistic_computed == 0
+        and longest.draft is None
+        and len(longest.output) == seen[-1][a]
+    )
     assert seen[-1][a] > seen[-1][b]
     assert [r.id for r in eng.runtime.scheduler.waiting] == [a, c]  # c never ran: it stays behind
     assert eng.requests[b].state == "running"
@@ -365,7 +369,7 @@ def test_tokens_of_an_interrupted_commit_may_need_one_page_more():
         r.output.append(want.token_ids[at])
         r.logprobs.append(want.logprobs[at])
         r.steps.append(want.steps[at])
-    assert r.length == 9 and r.computed <= 6 and len(r.pages) == 1
+    assert r.optimistic_tokens == 9 and r.optimistic_computed <= 6 and len(r.pages) == 1
     assert eng.requests[other].length <= 8
     done = {}
     while eng.unfinished:

@@ -57,14 +57,14 @@ def perform(schedule: SchedulerOutput, drafts: int = 0) -> None:
     """What a model and a commit would do: every emitting share adds a token, or 1 + drafts."""
     for s in schedule.scheduled:
         emits, decode = s.emits, s.decode
-        s.request.computed = s.stop
+        s.request.optimistic_computed = s.stop
         for _ in range((1 + drafts if decode else 1) if emits else 0):
             if len(s.request.output) < s.request.params.max_tokens:
                 s.request.output.append(7)
                 s.request.logprobs.append(0.0)
                 s.request.steps.append(TokenStep(0, 0, "target"))
         if emits:
-            s.request.computed = s.request.length - 1
+            s.request.optimistic_computed = s.request.optimistic_tokens - 1
         if len(s.request.output) >= s.request.params.max_tokens:
             s.request.finish("length")
 
@@ -265,12 +265,13 @@ class OneByOne:
     def schedule(self):
         if not self.stack:
             return SchedulerOutput("idle")
-        running = [r for r in self.stack if r.state == "running"]
+        running = [r for r in self.stack if r.status == "running"]
         r = running[0] if running else self.stack[-1]
         if not (self.resources.extend(r) if running else self.resources.admit(r)):
             return SchedulerOutput("idle")
         return SchedulerOutput(
-            "decode" if r.decoding else "prefill", (ScheduledRequest(r, r.computed, r.length),)
+            "decode" if r.decoding else "prefill",
+            (ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens),),
         )
 
     def preempt(self, request):

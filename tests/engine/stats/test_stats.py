@@ -62,15 +62,15 @@ def one_step(
     clock.now += wait
     stats.device_end(record)
     stats.turn(record, "post-process")
-    scheduled = [ScheduledRequest(r, r.computed, r.length) for r in requests]
+    scheduled = [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in requests]
     kind = "decode" if all(s.decode for s in scheduled) else "prefill"
     stats.load(record, ROOM, len(requests))
     stats.ran(record, kind, scheduled, [drafts] * len(scheduled), ROOM.max_rows)
     for r in requests:
-        r.computed = r.length
+        r.optimistic_computed = r.optimistic_tokens
         stats.emitted(record, r, emit, emit - 1, len(drafts))
         r.output += [3] * emit
-        r.computed = r.length - 1
+        r.optimistic_computed = r.optimistic_tokens - 1
     clock.now += post
     stats.close(record, len(requests) if unfinished is None else unfinished)
     return record
@@ -454,8 +454,11 @@ def test_what_recording_costs():
     for r in requests:
         stats.arrived(r)
         r.output.append(3)
-        r.computed = r.length - 1
-    scheduled, drafts = [ScheduledRequest(r, r.computed, r.length) for r in requests], [()] * 16
+        r.optimistic_computed = r.optimistic_tokens - 1
+    scheduled, drafts = (
+        [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in requests],
+        [()] * 16,
+    )
 
     def step(i: int) -> None:
         record = stats.begin(i)

@@ -188,11 +188,11 @@ def test_rows_that_the_rings_cannot_step_back_over_cost_the_place(beyond, state)
     for _ in range(3):
         eng.step()
     (request,), rt = eng.requests.values(), eng.runtime
-    item = ScheduledRequest(request, request.computed, request.computed + 1)
+    item = ScheduledRequest(request, request.optimistic_computed, request.optimistic_computed + 1)
     written = request.num_computed + rt.limits.backtracking + beyond
     request.in_flight = (InFlightTokens(3, 1, 1, written),)
     commit.undo(rt, [SimpleNamespace(scheduled=(item,))])
-    assert (request.state, request.in_flight) == (state, ())
+    assert (request.status, request.in_flight) == (state, ())
 
 
 def test_what_a_fork_cannot_have_is_refused_by_name():

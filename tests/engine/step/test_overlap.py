@@ -181,7 +181,11 @@ def test_the_first_step_gives_nothing_yet_and_the_host_never_waits_for_its_own()
         check(eng)
     request = eng.requests[number]
     assert [a.step for a in request.in_flight] == [2]
-    assert request.length == request.num_tokens + request.in_flight[0].tokens > request.num_tokens
+    assert (
+        request.optimistic_tokens
+        == request.num_tokens + request.in_flight[0].tokens
+        > request.num_tokens
+    )
 
 
 def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
@@ -192,7 +196,7 @@ def test_counters_are_what_they_would_be_if_every_draft_were_accepted(knowing):
     exact = over = 0
     while eng.unfinished:
         before = {
-            r.id: (r.num_tokens, r.length, r.computed, len(r.in_flight))
+            r.id: (r.num_tokens, r.optimistic_tokens, r.optimistic_computed, len(r.in_flight))
             for r in eng.requests.values()
         }
         eng.step()

@@ -113,7 +113,7 @@ def test_a_fork_of_what_is_on_its_way_goes_on_from_what_is_known(knowing, cached
     for _ in range(4):
         eng.step()
     request = eng.requests[parent]
-    assert request.in_flight and request.num_tokens < request.length
+    assert request.in_flight and request.num_tokens < request.optimistic_tokens
     child = eng.fork(parent, seed=PARAMS[4].seed)
     assert eng.requests[child].known == request.num_tokens and not eng.requests[child].in_flight
     done = {}
@@ -196,7 +196,7 @@ def test_pages_of_rejected_drafts_go_back(knowing, monkeypatch, overlap):
         for r in eng.runtime.scheduler.running:
             if r.decoding and not r.in_flight:
                 held.append(len(r.pages))
-                assert len(r.pages) <= resources.pages_of(r.length + resources.lookahead)
+                assert len(r.pages) <= resources.pages_of(r.optimistic_tokens + resources.lookahead)
         return schedule()
 
     def counted(pages) -> None:
