@@ -15,20 +15,20 @@ from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step.awaits import InFlightStep, Outcome
+from deepinfer.engine.step.awaits import InFlightStep, StepOutput
 from deepinfer.engine.step.launch import require_rows
 from deepinfer.engine.step.non_finite import NONE
 from deepinfer.engine.step.speculation import HeldDraft
 
 
-def commit(rt: Runtime, step_in_flight: InFlightStep, result: Outcome) -> None:
+def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> None:
     """Write what a step gave into its requests and release those that finished. A request that has
     finished or given way since the launch gets nothing."""
     stats, record = rt.stats, step_in_flight.record
     stats.turn(record, "post-process")
     if result.asked is not None:
         require_rows(rt, result.asked.tolist(), step_in_flight.budget)
-    values = Emitted.of(result)
+    values = HostOutput.of(result)
     landing = [
         i for i, s in enumerate(step_in_flight.scheduled) if s.request.awaits(step_in_flight.step)
     ]
@@ -116,8 +116,8 @@ def retell(rt: Runtime, request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
-    """An `Outcome` as plain lists, one entry an emitter."""
+class HostOutput:
+    """An `StepOutput` as plain lists, one entry an emitter."""
 
     rows: list[int]
     count: list[int]
@@ -131,9 +131,9 @@ class Emitted:
     survival: list[list[float]]
 
     @staticmethod
-    def of(o: Outcome) -> Emitted:
+    def of(o: StepOutput) -> HostOutput:
         top = None if o.top is None else (o.top[0].tolist(), o.top[1].tolist())
-        return Emitted(
+        return HostOutput(
             o.rows.tolist(),
             o.count.tolist(),
             o.tokens.tolist(),
@@ -147,7 +147,7 @@ class Emitted:
         )
 
 
-def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) -> None:
+def emit(rt: Runtime, request: Request, v: HostOutput, e: int, record: StepRecord) -> None:
     """Append emitter e's accepted tokens one by one, stopping where a stop, an error or the length
     says so."""
     if request.finished:  # by a prompt row
@@ -178,7 +178,7 @@ def emit(rt: Runtime, request: Request, v: Emitted, e: int, record: StepRecord) 
     request.num_computed = before + max(kept - 1, 0)
 
 
-def hold_drafts(step_in_flight: InFlightStep, v: Emitted, landing: list[int]) -> None:
+def hold_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int]) -> None:
     """Every request that goes on holds its next draft."""
     laws = step_in_flight.carried.laws if step_in_flight.carried is not None else ()
     for e in step_in_flight.drafting:
@@ -256,7 +256,7 @@ def non_finite(
     )
 
 
-def broken_chunks(scheduled: list[ScheduledRequest], result: Outcome) -> list[tuple[int, int]]:
+def broken_chunks(scheduled: list[ScheduledRequest], result: StepOutput) -> list[tuple[int, int]]:
     """(number of the scheduled request, position of its first row that is not finite) of prefill chunks. Decode
     rows are looked at where they emit: rows of drafts that are not accepted mean nothing."""
     if result.broken is None:
@@ -273,7 +273,7 @@ def end_broken(item: ScheduledRequest, position: int, step: int) -> None:
         request.finish("error", non_finite(request, step, row, place, logits=False))
 
 
-def prompt_logprobs(item: ScheduledRequest, result: Outcome, i: int, step: int) -> None:
+def prompt_logprobs(item: ScheduledRequest, result: StepOutput, i: int, step: int) -> None:
     """Log-probability of each prompt token that this chunk's rows predict; the first token has none."""
     request = item.request
     if i not in result.prompt or not request.wants_prompt_logprobs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.step.awaits import Carried, InFlightStep, Outcome
+from deepinfer.engine.step.awaits import Carried, InFlightStep, StepOutput
 from deepinfer.engine.step.decode_inputs import DecodeRows, Emitters, Emitting, resolve
 from deepinfer.engine.step.grammar_mask import legal_mask
 from deepinfer.engine.step.non_finite import BrokenRows
@@ -23,7 +23,7 @@ from deepinfer.slots.results import expect
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepInputs:
     """What the host hands over. rows: a decode step's, None where `context` has the whole batch;
     emitting: then where it emits; wanted: requests with prompt log-probabilities to give, as (number,
     rows of the logits, tokens that they predict); broken: what looks at the rows of chunks, None
@@ -41,8 +41,8 @@ class Plan:
 
 
 def compute(
-    rt: Runtime, plan: Plan, step_in_flight: InFlightStep, before: InFlightStep | None
-) -> Outcome:
+    rt: Runtime, plan: StepInputs, step_in_flight: InFlightStep, before: InFlightStep | None
+) -> StepOutput:
     """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""
     rt.stats.device_begin(step_in_flight.record)
     context, emitting = plan.context, plan.emitting
@@ -72,7 +72,7 @@ def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tu
 
 
 def sample(
-    rt: Runtime, plan: Plan, e: Emitting, logits: Tensor
+    rt: Runtime, plan: StepInputs, e: Emitting, logits: Tensor
 ) -> tuple[Accepted, Target, dict[int, Exception]]:
     """The target's law and draw at every emitting row, the accepted prefix of each draft, and the
     errors of grammars by request id."""
@@ -113,7 +113,11 @@ def legal_rows(
 
 
 def carry(
-    rt: Runtime, plan: Plan, step_in_flight: InFlightStep, e: Emitting, accepted: Accepted | None
+    rt: Runtime,
+    plan: StepInputs,
+    step_in_flight: InFlightStep,
+    e: Emitting,
+    accepted: Accepted | None,
 ) -> tuple[Carried, Tensor]:
     """(the emitters behind this step with their next drafts, the confidences [e, n] of those)."""
     n, seqs = rt.verifier.max_draft, e.length.shape[0]
@@ -146,7 +150,7 @@ def spread(law: Dist, at: Tensor, rows: int) -> Dist:
 
 def propose(
     rt: Runtime,
-    plan: Plan,
+    plan: StepInputs,
     step_in_flight: InFlightStep,
     recent: Tensor,
     length: Tensor,
@@ -175,7 +179,7 @@ def propose(
 
 
 def outcome(
-    plan: Plan,
+    plan: StepInputs,
     e: Emitting,
     accepted: Accepted | None,
     target: Target | None,
@@ -183,7 +187,7 @@ def outcome(
     confidence: Tensor,
     prompt: dict,
     errors: dict[int, Exception],
-) -> Outcome:
+) -> StepOutput:
     """What the commit reads, on its way to the host."""
     none = e.drafts[:0]
     count, tokens, logprobs, finite, top = none, none, none, none, None
@@ -195,7 +199,7 @@ def outcome(
         if plan.top:  # ties to the lower id
             values, ids = target.dist.logprobs[at].sort(descending=True, stable=True)
             top = to_host(values[..., : plan.top]), to_host(ids[..., : plan.top])
-    return Outcome(
+    return StepOutput(
         to_host(e.rows),
         None if e.asked is None else to_host(e.asked),
         to_host(count),

@@ -1,7 +1,7 @@
 """InFlightStep: a step between its launch and its commit, and what it leaves for the next one.
 
 While step n is on its way the host knows of it only totals and upper bounds. What its acceptance
-decides stays on the device: `Carried` is what step n+1 reads there, `Outcome` what the commit of n
+decides stays on the device: `Carried` is what step n+1 reads there, `StepOutput` what the commit of n
 reads on the host. A result belongs to a request as it was when the step was launched: one that has
 finished or given way since then gets nothing (`Request.awaits`).
 """
@@ -38,7 +38,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutput:
     """What a step gave, for the host. Per emitter: rows [e] that ran, asked [e] of the verifier,
     count [e] and tokens [e, w] emitted, logprobs and finite [e, w] of those rows, top [e, w, k]
     values and ids; drafts, confidence, survival [e, n] of what comes next. prompt: by number of the

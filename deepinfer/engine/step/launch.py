@@ -19,7 +19,7 @@ from deepinfer.engine.step import execute
 from deepinfer.engine.step.awaits import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
-from deepinfer.engine.step.execute import Plan
+from deepinfer.engine.step.execute import StepInputs
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.step.speculation import held_draft
 from deepinfer.model.context import ForwardContext, Tap
@@ -55,7 +55,7 @@ def prepare(
     step_in_flight: InFlightStep,
     before: InFlightStep | None,
     tap_of: TapOf,
-) -> tuple[Plan, list[int]]:
+) -> tuple[StepInputs, list[int]]:
     """(what the device is handed, most drafts that each request verifies)."""
     scheduled, device = step_in_flight.scheduled, rt.model.device
     tap = tap_of([s.request.id for s in scheduled])
@@ -94,7 +94,7 @@ def prepare(
     if step_in_flight.drafting:
         draft = draft_context(rt, [emitting[e] for e in step_in_flight.drafting], tap_of)
     top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
-    return Plan(
+    return StepInputs(
         context,
         rows,
         emitters,
