@@ -33,7 +33,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
         i for i, s in enumerate(step_in_flight.scheduled) if s.request.awaits(step_in_flight.step)
     ]
     scheduled = [settled(s) if i in landing else s for i, s in enumerate(step_in_flight.scheduled)]
-    drafts = dict(zip(step_in_flight.emitters, (range(n - 1) for n in values.rows)))
+    drafts = dict(zip(step_in_flight.sampling_requests, (range(n - 1) for n in values.rows)))
     verified = [drafts.get(i, range(0)) for i in range(len(scheduled))]
     stats.ran(record, step_in_flight.kind, scheduled, verified, rt.resources.max_rows)
     written = {i: max(a.written for a in scheduled[i].request.in_flight) for i in landing}
@@ -45,7 +45,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
     for i, position in broken_chunks(scheduled, result):
         if i in written:
             alone(scheduled[i].request, partial(end_broken, scheduled[i], position, record.step))
-    for e, i in enumerate(step_in_flight.emitters):
+    for e, i in enumerate(step_in_flight.sampling_requests):
         if i in written:
             alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
     hold_drafts(step_in_flight, values, landing)
@@ -182,8 +182,8 @@ def hold_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int])
     """Every request that goes on holds its next draft."""
     laws = step_in_flight.carried.laws if step_in_flight.carried is not None else ()
     for e in step_in_flight.drafting:
-        request = step_in_flight.scheduled[step_in_flight.emitters[e]].request
-        if request.finished or step_in_flight.emitters[e] not in landing:
+        request = step_in_flight.scheduled[step_in_flight.sampling_requests[e]].request
+        if request.finished or step_in_flight.sampling_requests[e] not in landing:
             continue
         stale = request.draft.survival if request.draft is not None else ()
         request.draft = HeldDraft(

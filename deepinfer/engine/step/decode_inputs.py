@@ -29,7 +29,7 @@ from deepinfer.slots.results import expect
 
 
 @dataclass(frozen=True, slots=True)
-class Emitters:
+class SamplingRequests:
     """Who emits in a step, as the host knows it: sampling parameters and seeds, a row each."""
 
     requests: tuple[Request, ...]
@@ -37,7 +37,7 @@ class Emitters:
     seeds: Tensor
 
     @staticmethod
-    def of(requests: list[Request], device: torch.device) -> Emitters:
+    def of(requests: list[Request], device: torch.device) -> SamplingRequests:
         p = [r.params for r in requests]
         params = RowParams(
             put([x.temperature for x in p], device, torch.float64),
@@ -45,14 +45,14 @@ class Emitters:
             put([x.top_k for x in p], device),
         )
         seeds = put([rng.signed(r.seed) for r in requests], device)
-        return Emitters(tuple(requests), params, seeds)
+        return SamplingRequests(tuple(requests), params, seeds)
 
     def rows(self, at: Tensor) -> tuple[RowParams, Tensor]:
         return self.params.rows(at), self.seeds[at]
 
 
 @dataclass(frozen=True, slots=True)
-class Emitting:
+class SamplingRows:
     """Where they emit. at: [q] rows of the logits that are sampled, None = all; owner, depth: [q]
     the emitter of each and how many drafts are before it; first, rows: [e] the emitter's first one
     and how many; drafts: [e, w] verified (-1 none), with their laws; recent [e, g], length [e], out
@@ -94,7 +94,7 @@ def known_rows(
     scheduled: list[ScheduledRequest],
     drafts: list[tuple[int, ...]],
     spans: list[tuple[int, int]],
-) -> Emitting:
+) -> SamplingRows:
     """Of emitting requests whose rows the host knows. drafts: that each verifies; spans: its rows of
     the logits."""
     device, width = rt.model.device, max([0, *map(len, drafts)])
@@ -108,7 +108,7 @@ def known_rows(
         depth += range(n)
     requests = [s.request for s in scheduled]
     padded = [[*d, *[-1] * (width - len(d))] for d in drafts]
-    return Emitting(
+    return SamplingRows(
         put(at, device),
         put(owner, device),
         put(depth, device),
@@ -253,7 +253,7 @@ def carried(d: DecodeRows, before: Carried | None) -> Carried:
     )
 
 
-def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, Emitting]:
+def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, SamplingRows]:
     """The batch of a decode step, and where it emits."""
     now = carried(d, before)
     device, b, n = now.length.device, now.length.shape[0], rt.verifier.max_draft
@@ -295,7 +295,7 @@ def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, 
     )
     verified = torch.arange(d.width, device=device) < rows[:, None] - 1
     drafts = now.drafts[:, : d.width].masked_fill(~verified, -1)
-    emitting = Emitting(
+    sampling_rows = SamplingRows(
         None,
         owner,
         depth,
@@ -308,4 +308,4 @@ def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, 
         now.laws[: d.width],
         asked,
     )
-    return batch, emitting
+    return batch, sampling_rows

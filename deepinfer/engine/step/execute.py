@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.step.awaits import Carried, InFlightStep, StepOutput
-from deepinfer.engine.step.decode_inputs import DecodeRows, Emitters, Emitting, resolve
+from deepinfer.engine.step.decode_inputs import DecodeRows, SamplingRequests, SamplingRows, resolve
 from deepinfer.engine.step.grammar_mask import legal_mask
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.model.context import ForwardContext
@@ -31,8 +31,8 @@ class StepInputs:
 
     context: ForwardContext
     rows: DecodeRows | None
-    emitters: Emitters
-    emitting: Emitting | None
+    sampling_requests: SamplingRequests
+    sampling_rows: SamplingRows | None
     wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
     broken: BrokenRows | None
     draft: ForwardContext | None
@@ -45,18 +45,20 @@ def compute(
 ) -> StepOutput:
     """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""
     rt.stats.device_begin(step_in_flight.record)
-    context, emitting = plan.context, plan.emitting
+    context, sampling_rows = plan.context, plan.sampling_rows
     if plan.rows is not None:
-        batch, emitting = resolve(rt, plan.rows, None if before is None else before.carried)
+        batch, sampling_rows = resolve(rt, plan.rows, None if before is None else before.carried)
         context = replace(context, batch=batch)
-    assert emitting is not None
+    assert sampling_rows is not None
     logits = rt.model(context).logits
     prompt = {i: prompt_logprobs(logits, span, ids) for i, span, ids in plan.wanted}
-    nobody = not plan.emitters.requests
-    accepted, target, errors = (None, None, {}) if nobody else sample(rt, plan, emitting, logits)
-    step_in_flight.carried, confidence = carry(rt, plan, step_in_flight, emitting, accepted)
+    nobody = not plan.sampling_requests.requests
+    accepted, target, errors = (
+        (None, None, {}) if nobody else sample(rt, plan, sampling_rows, logits)
+    )
+    step_in_flight.carried, confidence = carry(rt, plan, step_in_flight, sampling_rows, accepted)
     out = outcome(
-        plan, emitting, accepted, target, step_in_flight.carried, confidence, prompt, errors
+        plan, sampling_rows, accepted, target, step_in_flight.carried, confidence, prompt, errors
     )
     rt.device.finish()
     rt.stats.device_end(step_in_flight.record)
@@ -72,17 +74,17 @@ def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tu
 
 
 def sample(
-    rt: Runtime, plan: StepInputs, e: Emitting, logits: Tensor
+    rt: Runtime, plan: StepInputs, e: SamplingRows, logits: Tensor
 ) -> tuple[Accepted, Target, dict[int, Exception]]:
     """The target's law and draw at every emitting row, the accepted prefix of each draft, and the
     errors of grammars by request id."""
     chosen = logits if e.at is None else logits[e.at]
     q, width = chosen.shape[0], e.drafts.shape[1]
-    params, _ = plan.emitters.rows(e.owner)
+    params, _ = plan.sampling_requests.rows(e.owner)
     mask, errors = None, {}
-    if any(r.grammar is not None for r in plan.emitters.requests):
-        mask, errors = legal_rows(plan.emitters, e, q, rt.config.vocab_size)
-    keys = e.keys(plan.emitters.seeds)
+    if any(r.grammar is not None for r in plan.sampling_requests.requests):
+        mask, errors = legal_rows(plan.sampling_requests, e, q, rt.config.vocab_size)
+    keys = e.keys(plan.sampling_requests.seeds)
     dist = rt.sampler.distribution(chosen, params, mask)
     sampled = rt.sampler.draw(dist, keys)
     expect(dist.probs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (probs)", True)
@@ -94,19 +96,19 @@ def sample(
     target = Target(dist, sampled, e.target_rows(), keys)
     zeros = torch.zeros(e.drafts.shape, dtype=torch.float32, device=e.drafts.device)
     accepted = rt.verifier.accept(Draft(e.drafts, zeros, zeros, e.laws), target)
-    n = len(plan.emitters.requests)
+    n = len(plan.sampling_requests.requests)
     expect(accepted.tokens, (n, width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
     expect(accepted.count, (n,), f"verifier {rt.verifier!r}.accept (count)", False)
     return accepted, target, errors
 
 
 def legal_rows(
-    emitters: Emitters, e: Emitting, q: int, vocab: int
+    sampling_requests: SamplingRequests, e: SamplingRows, q: int, vocab: int
 ) -> tuple[Tensor | None, dict[int, Exception]]:
     """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it."""
     rows, drafts = e.rows.tolist(), e.drafts.tolist()
     verified = [tuple(d[: n - 1]) for d, n in zip(drafts, rows)]
-    mask, errors = legal_mask(list(emitters.requests), verified, vocab, e.rows.device)
+    mask, errors = legal_mask(list(sampling_requests.requests), verified, vocab, e.rows.device)
     if mask is not None and mask.shape[0] < q:
         mask = torch.cat([mask, mask.new_ones(q - mask.shape[0], vocab)])  # padding
     return mask, errors
@@ -116,7 +118,7 @@ def carry(
     rt: Runtime,
     plan: StepInputs,
     step_in_flight: InFlightStep,
-    e: Emitting,
+    e: SamplingRows,
     accepted: Accepted | None,
 ) -> tuple[Carried, Tensor]:
     """(the emitters behind this step with their next drafts, the confidences [e, n] of those)."""
@@ -163,7 +165,7 @@ def propose(
     at, batch = plan.drafting, plan.draft.batch
     tokens = recent[at, -1].clamp(min=0)  # a request without a last token ends
     positions = length[at] - 1
-    params, seeds = plan.emitters.rows(at)
+    params, seeds = plan.sampling_requests.rows(at)
     rows = RowSet(positions, batch.seq, batch.row_set.first, positions)
     batch = replace(batch, ids=tokens, positions=positions, length=positions, row_set=rows)
     return rt.model.drafter.propose(
@@ -180,7 +182,7 @@ def propose(
 
 def outcome(
     plan: StepInputs,
-    e: Emitting,
+    e: SamplingRows,
     accepted: Accepted | None,
     target: Target | None,
     carried: Carried,

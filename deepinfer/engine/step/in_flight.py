@@ -71,7 +71,7 @@ class InFlightStep:
     kind: str
     record: StepRecord
     scheduled: tuple[ScheduledRequest, ...]
-    emitters: tuple[int, ...] = ()
+    sampling_requests: tuple[int, ...] = ()
     drafting: tuple[int, ...] = ()
     budget: int = 0
     sink: Crossings | None = None
@@ -85,7 +85,9 @@ class InFlightStep:
         if not request.awaits(self.step):
             return -1
         if not self._places:
-            self._places = {self.scheduled[i].request.id: e for e, i in enumerate(self.emitters)}
+            self._places = {
+                self.scheduled[i].request.id: e for e, i in enumerate(self.sampling_requests)
+            }
         return self._places.get(request.id, -1)
 
     @property

@@ -18,7 +18,12 @@ from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
 from deepinfer.engine.step.awaits import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.batch import Work, build
-from deepinfer.engine.step.decode_inputs import Emitters, ask_budget, decode_rows, known_rows
+from deepinfer.engine.step.decode_inputs import (
+    SamplingRequests,
+    ask_budget,
+    decode_rows,
+    known_rows,
+)
 from deepinfer.engine.step.execute import StepInputs
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.engine.step.speculation import held_draft
@@ -59,9 +64,12 @@ def prepare(
     """(what the device is handed, most drafts that each request verifies)."""
     scheduled, device = step_in_flight.scheduled, rt.model.device
     tap = tap_of([s.request.id for s in scheduled])
-    step_in_flight.emitters = tuple(i for i, s in enumerate(scheduled) if s.emits)
-    emitting = [scheduled[i] for i in step_in_flight.emitters]
-    emitters, broken = Emitters.of([s.request for s in emitting], device), None
+    step_in_flight.sampling_requests = tuple(i for i, s in enumerate(scheduled) if s.emits)
+    sampling_rows = [scheduled[i] for i in step_in_flight.sampling_requests]
+    sampling_requests, broken = (
+        SamplingRequests.of([s.request for s in sampling_rows], device),
+        None,
+    )
     if schedule.kind == "decode":
         rows, known, wanted = decode_rows(rt, scheduled, before), None, []
         step_in_flight.budget = rows.budget
@@ -77,9 +85,9 @@ def prepare(
         spans = logit_spans(works)
         known = known_rows(
             rt,
-            emitting,
-            [drafts[i] for i in step_in_flight.emitters],
-            [spans[i] for i in step_in_flight.emitters],
+            sampling_rows,
+            [drafts[i] for i in step_in_flight.sampling_requests],
+            [spans[i] for i in step_in_flight.sampling_requests],
         )
         wanted = [
             (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
@@ -89,15 +97,15 @@ def prepare(
     step_in_flight.drafting, draft = (), None
     if rt.verifier.max_draft:
         step_in_flight.drafting = tuple(
-            e for e, s in enumerate(emitting) if not surely_last(s.request)
+            e for e, s in enumerate(sampling_rows) if not surely_last(s.request)
         )
     if step_in_flight.drafting:
-        draft = draft_context(rt, [emitting[e] for e in step_in_flight.drafting], tap_of)
-    top = max([0, *(r.params.top_logprobs for r in emitters.requests)])
+        draft = draft_context(rt, [sampling_rows[e] for e in step_in_flight.drafting], tap_of)
+    top = max([0, *(r.params.top_logprobs for r in sampling_requests.requests)])
     return StepInputs(
         context,
         rows,
-        emitters,
+        sampling_requests,
         known,
         tuple(wanted),
         broken,

@@ -231,12 +231,12 @@ def test_rows_behind_the_pages_of_a_sequence_are_padding(knowing, monkeypatch):
     whole, cut = execute.resolve, []
 
     def resolve(rt, d, before):
-        batch, emitting = whole(rt, d, before)
+        batch, sampling_rows = whole(rt, d, before)
         there = batch.seq >= 0
         assert (batch.positions < d.capacity[batch.row_set.owner])[there].all()
         assert there.sum() == batch.rows.sum() <= batch.num_rows
         cut.append(batch.num_rows - int(there.sum()))
-        return batch, emitting
+        return batch, sampling_rows
 
     monkeypatch.setattr(execute, "resolve", resolve)
     knowing.right = 5
