@@ -148,7 +148,7 @@ def held_laws(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, .
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeInputs:
     """A decode step as the host knows it. origin: [b] number of each sequence among the emitters of
     the step before, -1 where the host knows its state: `fresh`; frame: pages, slots and plans of
     the sequences; capacity: [b] tokens that their pages hold; total: rows of the step; width: most
@@ -166,7 +166,7 @@ class DecodeRows:
 
 def decode_rows(
     rt: Runtime, scheduled: tuple[ScheduledRequest, ...], before: InFlightStep | None
-) -> DecodeRows:
+) -> DecodeInputs:
     """The host's part of a decode step: budget from stale survivals, room for the rows."""
     device, n, b = rt.model.device, rt.verifier.max_draft, len(scheduled)
     requests = [s.request for s in scheduled]
@@ -199,7 +199,7 @@ def decode_rows(
     frame = replace(frame, reach=frame.reach + width, max_rows=1 + width)
     capacity = [len(s.request.pages) * rt.limits.page_size for s in scheduled]
     total = min(budget, b + sum(most))
-    return DecodeRows(
+    return DecodeInputs(
         frame,
         fresh,
         put(origin, device),
@@ -227,7 +227,7 @@ def ask_budget(rt: Runtime, stale: list[tuple[float, ...]], others: int) -> int:
     return max(min(rt.verifier.budget(table, rt.cost), rt.limits.rows - others), b)
 
 
-def carried(d: DecodeRows, before: Carried | None) -> Carried:
+def carried(d: DecodeInputs, before: Carried | None) -> Carried:
     """The state of every sequence: of the step before where it was in it, else the host's."""
     if not d.remapped:
         return d.fresh
@@ -253,7 +253,7 @@ def carried(d: DecodeRows, before: Carried | None) -> Carried:
     )
 
 
-def resolve(rt: Runtime, d: DecodeRows, before: Carried | None) -> tuple[Batch, SamplingRows]:
+def resolve(rt: Runtime, d: DecodeInputs, before: Carried | None) -> tuple[Batch, SamplingRows]:
     """The batch of a decode step, and where it emits."""
     now = carried(d, before)
     device, b, n = now.length.device, now.length.shape[0], rt.verifier.max_draft

@@ -14,7 +14,12 @@ from torch import Tensor
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.step.awaits import Carried, InFlightStep, StepOutput
-from deepinfer.engine.step.decode_inputs import DecodeRows, SamplingRequests, SamplingRows, resolve
+from deepinfer.engine.step.decode_inputs import (
+    DecodeInputs,
+    SamplingRequests,
+    SamplingRows,
+    resolve,
+)
 from deepinfer.engine.step.grammar_mask import legal_mask
 from deepinfer.engine.step.non_finite import BrokenRows
 from deepinfer.model.context import ForwardContext
@@ -30,7 +35,7 @@ class StepInputs:
     where there is none; draft: context of the next drafts, of the emitters `drafting`."""
 
     context: ForwardContext
-    rows: DecodeRows | None
+    rows: DecodeInputs | None
     sampling_requests: SamplingRequests
     sampling_rows: SamplingRows | None
     wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
@@ -40,7 +45,7 @@ class StepInputs:
     top: int
 
 
-def compute(
+def execute(
     rt: Runtime, plan: StepInputs, step_in_flight: InFlightStep, before: InFlightStep | None
 ) -> StepOutput:
     """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""

@@ -50,7 +50,7 @@ def launch(
         mark_in_flight(item, drafts, step_in_flight.step)
     stats.turn(record, rt.device.host_phase)
     step_in_flight.job = rt.device.launch(
-        partial(execute.compute, rt, plan, step_in_flight, before)
+        partial(execute.execute, rt, plan, step_in_flight, before)
     )
 
 
