@@ -18,7 +18,7 @@ from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step.awaits import InFlightStep, StepOutput
 from deepinfer.engine.step.launch import require_rows
 from deepinfer.engine.step.non_finite import NONE
-from deepinfer.engine.step.speculation import HeldDraft
+from deepinfer.engine.step.speculation import PendingDraft
 
 
 def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> None:
@@ -48,7 +48,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
     for e, i in enumerate(step_in_flight.sampling_requests):
         if i in written:
             alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
-    hold_drafts(step_in_flight, values, landing)
+    set_pending_drafts(step_in_flight, values, landing)
     if rt.reuse is not None:  # before what finished gives its pages back
         seen = {} if step_in_flight.sink is None else step_in_flight.sink.snapshots()
         for i in landing:
@@ -178,7 +178,7 @@ def emit(rt: Runtime, request: Request, v: HostOutput, e: int, record: StepRecor
     request.num_computed = before + max(kept - 1, 0)
 
 
-def hold_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int]) -> None:
+def set_pending_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int]) -> None:
     """Every request that goes on holds its next draft."""
     laws = step_in_flight.carried.laws if step_in_flight.carried is not None else ()
     for e in step_in_flight.drafting:
@@ -186,7 +186,7 @@ def hold_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int])
         if request.finished or step_in_flight.sampling_requests[e] not in landing:
             continue
         stale = request.draft.survival if request.draft is not None else ()
-        request.draft = HeldDraft(
+        request.draft = PendingDraft(
             request.num_tokens,
             tuple(v.drafts[e]),
             tuple(v.confidence[e]),

@@ -23,7 +23,7 @@ from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.step.awaits import Carried, InFlightStep
 from deepinfer.engine.step.batch import Work, build
-from deepinfer.engine.step.speculation import held_draft
+from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
 from deepinfer.slots.results import expect
 
@@ -120,11 +120,11 @@ def known_rows(
         ),
         put([s.stop for s in scheduled], device),
         put([len(r.output) for r in requests], device),
-        held_laws(rt, requests, width),
+        pending_dists(rt, requests, width),
     )
 
 
-def held_laws(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, ...]:
+def pending_dists(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, ...]:
     """The laws of the drafts that requests hold, one record a depth; zeros where there is none."""
     if rt.verifier.rule != "rejection":
         return ()
@@ -132,7 +132,7 @@ def held_laws(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, .
     empty = torch.zeros(rt.config.vocab_size, dtype=torch.float64, device=device)
     laws = []
     for k in range(width):
-        held = [held_draft(r) for r in requests]
+        held = [pending_draft(r) for r in requests]
         there = [(empty, empty) if d is None or k >= len(d.laws) else d.laws[k] for d in held]
         laws.append(
             Dist(
@@ -171,7 +171,7 @@ def decode_rows(
     device, n, b = rt.model.device, rt.verifier.max_draft, len(scheduled)
     requests = [s.request for s in scheduled]
     origin = [-1 if before is None else before.place(r) for r in requests]
-    held = [held_draft(r) if o < 0 else None for r, o in zip(requests, origin)]
+    held = [pending_draft(r) if o < 0 else None for r, o in zip(requests, origin)]
     drafted = set() if before is None else set(before.drafting)
     most = [n if d is not None or o in drafted else 0 for d, o in zip(held, origin)]
     # What the request holds while its next draft is on its way is the draft before that one.
@@ -189,7 +189,7 @@ def decode_rows(
         put([len(r.output) for r in requests], device),
         put([padded(d, n, -1) for d in drafts], device).view(b, n),
         put([padded(s, n, 0.0) for s in survival], device, torch.float64).view(b, n),
-        held_laws(rt, requests, n),
+        pending_dists(rt, requests, n),
     )
     works = [
         Work([0], s.start, pages=r.pages, state=r.state_id, plan=r.plan, logits="all")

@@ -26,7 +26,7 @@ from deepinfer.engine.step.decode_inputs import (
 )
 from deepinfer.engine.step.execute import StepInputs
 from deepinfer.engine.step.non_finite import BrokenRows
-from deepinfer.engine.step.speculation import held_draft
+from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.results import expect
 
@@ -148,7 +148,7 @@ def verified_drafts(rt: Runtime, scheduled: tuple[ScheduledRequest, ...]) -> lis
     scheduled = tuple(s for s in scheduled if s.decode)
     if n == 0 or not scheduled:
         return [()] * len(every)
-    held = {s.request.id: held_draft(s.request) for s in scheduled}
+    held = {s.request.id: pending_draft(s.request) for s in scheduled}
     others = sum(s.stop - s.start for s in every if not s.decode)
     budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
     survival = torch.zeros(len(scheduled), n, dtype=torch.float64)

@@ -10,7 +10,7 @@ from deepinfer.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class HeldDraft:
+class PendingDraft:
     """A request's next draft on the host. at: tokens of the request that it continues; survival:
     running product of confidences; stale: the survival of the draft before it (what a budget may look
     at); laws: (probs, logprobs) of each token, kept for rule 'rejection'."""
@@ -23,7 +23,7 @@ class HeldDraft:
     laws: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
-def held_draft(request: Request) -> HeldDraft | None:
+def pending_draft(request: Request) -> PendingDraft | None:
     """The draft of what comes next; None also where only that of an earlier place is there."""
     d = request.draft
     return d if d is not None and d.at == request.num_tokens else None
