@@ -97,8 +97,8 @@ class EngineFacts:
     def cache(self) -> CacheReport:
         """The prefix cache in numbers: hits, tokens that were not computed, pages and snapshots
         held, evictions. All 0 without prefix_cache=True. `clear_cache` empties it."""
-        reuse = None if self._runtime is None else self._runtime.reuse
-        report = CacheReport() if reuse is None else reuse.report()
+        prefix_cache = None if self._runtime is None else self._runtime.prefix_cache
+        report = CacheReport() if prefix_cache is None else prefix_cache.report()
         return dataclasses.replace(report, facts=facts_of(self))
 
     @in_turn
@@ -110,8 +110,8 @@ class EngineFacts:
         may come at any time. Requests that run go on in their own pages and leave nothing in the
         cache; after they gave way, and from every later request on, all is computed anew.
         """
-        if self._runtime is not None and self._runtime.reuse is not None:
-            self._runtime.reuse.clear()
+        if self._runtime is not None and self._runtime.prefix_cache is not None:
+            self._runtime.prefix_cache.clear()
 
     @property
     def kernels(self) -> Table:
@@ -131,8 +131,8 @@ class EngineFacts:
         cache = (
             {"block KV": 0, "state KV": 0} if self._runtime is None else self._runtime.cache.nbytes
         )
-        if self._runtime is not None and self._runtime.reuse is not None:
-            cache = cache | {"snapshots": self._runtime.reuse.snapshots.nbytes}
+        if self._runtime is not None and self._runtime.prefix_cache is not None:
+            cache = cache | {"snapshots": self._runtime.prefix_cache.snapshots.nbytes}
         parts = [("weights", k, v) for k, v in self._shared.nbytes.items()]
         parts += [("cache", k, v) for k, v in cache.items()]
         rows = [dict(part=p, component=c, bytes=b) for p, c, b in parts]

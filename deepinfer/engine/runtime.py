@@ -13,7 +13,7 @@ from deepinfer import kernels
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
 from deepinfer.engine.device import make_device
-from deepinfer.engine.prefix.manager import Reuse
+from deepinfer.engine.prefix.manager import PrefixCacheManager
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
@@ -69,9 +69,11 @@ class Runtime:
             self.config, settings, self.slots, self.limits, model.dtype, model.device
         )
         self._told_of_little = False
-        self.reuse: Reuse | None = None
+        self.prefix_cache: PrefixCacheManager | None = None
         if settings.prefix_cache:
-            self.reuse = Reuse(self, identity, snapshot_budget(settings, self.limits, self.cache))
+            self.prefix_cache = PrefixCacheManager(
+                self, identity, snapshot_budget(settings, self.limits, self.cache)
+            )
             self._warn_of_no_reuse()
         self.resources = Resources(
             self.pages,
@@ -81,7 +83,7 @@ class Runtime:
             max_num_seqs=self.limits.seqs,
             max_rows=self.limits.rows,
             lookahead=self.limits.lookahead,
-            reuse=self.reuse,
+            prefix_cache=self.prefix_cache,
         )
         self.scheduler = scheduler.resolve(settings.scheduler, settings.max_context).start(
             self.resources
@@ -145,7 +147,7 @@ class Runtime:
     def _warn_of_no_reuse(self) -> None:
         """A policy that cuts prompts and begins at nothing that they leave."""
         length, page = self.limits.model_len - 1, self.limits.page_size
-        cut, layers = self.reuse.cut, self.reuse.uncut
+        cut, layers = self.prefix_cache.cut, self.prefix_cache.uncut
         hit = min(length // 2, cut) // page * page
         behind = Prompt(length, hit, 0, states=((hit, layers),) if hit and layers else ())
         if cut and hit and not self.replay_plan(behind).write_from:

@@ -42,10 +42,10 @@ def check(eng) -> None:
 
 def check_reuse(rt, running) -> None:
     """A page that is known holds what its key says, is computed, and alone may be shared."""
-    if rt.reuse is None:
+    if rt.prefix_cache is None:
         assert all(n == 1 for n in rt.pages._holders.values()) and not rt.pages.cached
         return
-    prefix, size = rt.reuse.prefix, rt.limits.page_size
+    prefix, size = rt.prefix_cache.prefix, rt.limits.page_size
     check_prefix(prefix)
     shared = {}
     for r in running:
@@ -54,7 +54,7 @@ def check_reuse(rt, running) -> None:
             r.num_computed // size, mine.adopted
         )  # a replay's rows begin below what it took over
         assert mine.adopted <= mine.registered <= full
-        if not rt.reuse.current(r):  # it began before the cache was cleared
+        if not rt.prefix_cache.current(r):  # it began before the cache was cleared
             assert not any(p in prefix.pages._keys for p in r.pages)
             continue
         keys = prefix.keys(r.token_slice(0, r.num_tokens), salt=mine.salt, images=mine.images)

@@ -102,7 +102,7 @@ def test_a_replay_leaves_the_block_kv_of_the_hit_as_it_was(policy):
     """B14: not a byte of it, and none of it is computed from an empty window."""
     eng = cached(policy, packed_cache=True)
     greedy(eng, TOKENS[:45], 1)
-    prefix = eng.runtime.reuse.prefix
+    prefix = eng.runtime.prefix_cache.prefix
     pages = [*prefix.lookup(prefix.keys(TOKENS[:28]), 28, exact=False).pages]
     assert len(pages) == 7
 
@@ -281,15 +281,17 @@ def test_what_a_bounded_prompt_leaves_is_marked():
     """Pages and snapshots of a cut or a replay are not exact; those of an uncut prompt are, until
     it takes over some that are not."""
     eng = cached(BOTH, num_snapshots=16)
-    prefix = eng.runtime.reuse.prefix
+    prefix = eng.runtime.prefix_cache.prefix
     greedy(eng, TOKENS[:45], 20)
     assert not any(h.exact for h in prefix.pages._held.values())
-    assert eng.runtime.reuse.snapshots._held  # of decoded rows, whose windows the cut has left
-    assert not any(s.exact for s in eng.runtime.reuse.snapshots._held.values())
+    assert (
+        eng.runtime.prefix_cache.snapshots._held
+    )  # of decoded rows, whose windows the cut has left
+    assert not any(s.exact for s in eng.runtime.prefix_cache.snapshots._held.values())
     assert prefix.lookup(prefix.keys(TOKENS[:24]), 24).length == 0
     assert prefix.lookup(prefix.keys(TOKENS[:24]), 24, exact=False).length == 24
     mine = cached(ENCODER)
-    store = mine.runtime.reuse.prefix
+    store = mine.runtime.prefix_cache.prefix
     greedy(mine, TOKENS[:24], 1)  # cold: exact pages of an approximate engine
     assert store.lookup(store.keys(TOKENS[:24]), 24).length == 24
     greedy(mine, TOKENS[:45], 1)  # behind a hit of 24, replayed
@@ -300,17 +302,17 @@ def test_what_a_bounded_prompt_leaves_is_marked():
 def test_what_begins_at_an_inexact_snapshot_is_marked_too():
     """Its own plan drops nothing and replays nothing: the windows it took over are another's."""
     eng = cached(ENCODER, num_snapshots=16)
-    reuse = eng.runtime.reuse
+    prefix_cache = eng.runtime.prefix_cache
     greedy(eng, TOKENS[:30], 1)
-    for key in [*reuse.snapshots._held]:
-        reuse.snapshots.evict(key)
+    for key in [*prefix_cache.snapshots._held]:
+        prefix_cache.snapshots.evict(key)
     second, _ = greedy(eng, TOKENS[:45], 1)  # replayed behind a hit of 28
     third, _ = greedy(eng, TOKENS[:60], 1)
     assert second.cached_tokens == 20 and third.cached_tokens in (40, 44)
-    marks = [reuse.pages.get(key).exact for key in reuse.prefix.keys(TOKENS[:60])]
+    marks = [prefix_cache.pages.get(key).exact for key in prefix_cache.prefix.keys(TOKENS[:60])]
     assert marks == [True] * 7 + [False] * 8
-    assert any(s.exact is False and s.position > 44 for s in reuse.snapshots._held.values())
-    assert not any(s.exact and s.position > 28 for s in reuse.snapshots._held.values())
+    assert any(s.exact is False and s.position > 44 for s in prefix_cache.snapshots._held.values())
+    assert not any(s.exact and s.position > 28 for s in prefix_cache.snapshots._held.values())
 
 
 def test_a_recompute_behind_a_hit_keeps_the_cut_of_the_prompt():
@@ -333,19 +335,19 @@ def test_a_recompute_behind_a_hit_keeps_the_cut_of_the_prompt():
 def test_an_exact_run_takes_the_place_of_what_a_replay_has_left():
     """Pages and snapshots: else all that begins there would be inexact for ever."""
     eng = cached(ENCODER, num_snapshots=30)
-    reuse = eng.runtime.reuse
+    prefix_cache = eng.runtime.prefix_cache
     greedy(eng, TOKENS[:30], 1)
-    for key in [*reuse.snapshots._held]:
-        reuse.snapshots.evict(key)
+    for key in [*prefix_cache.snapshots._held]:
+        prefix_cache.snapshots.evict(key)
     greedy(eng, TOKENS[:60], 1)  # replayed behind a hit of 28
-    keys = reuse.prefix.keys(TOKENS[:60])
-    before = {k: reuse.snapshots.get(k).exact for k in keys if reuse.snapshots.get(k)}
-    assert list(before.values()).count(False) > 1 and not reuse.pages.get(keys[-1]).exact
+    keys = prefix_cache.prefix.keys(TOKENS[:60])
+    before = {k: prefix_cache.snapshots.get(k).exact for k in keys if prefix_cache.snapshots.get(k)}
+    assert list(before.values()).count(False) > 1 and not prefix_cache.pages.get(keys[-1]).exact
     eng.generate(TOKENS[:60], max_tokens=1, prompt_logprobs=True)  # runs every row
-    assert all(reuse.pages.get(k).exact for k in keys)
-    assert all(reuse.snapshots.get(k).exact for k in before)
+    assert all(prefix_cache.pages.get(k).exact for k in keys)
+    assert all(prefix_cache.snapshots.get(k).exact for k in before)
     again, _ = greedy(eng, TOKENS[:60], 4)
-    assert again.cached_tokens > 28 and all(reuse.pages.get(k).exact for k in keys)
+    assert again.cached_tokens > 28 and all(prefix_cache.pages.get(k).exact for k in keys)
     want, _ = greedy(cached(Exact(), prefix_cache=False, num_snapshots=None), TOKENS[:60], 4)
     assert again.token_ids == want.token_ids
 
@@ -353,14 +355,14 @@ def test_an_exact_run_takes_the_place_of_what_a_replay_has_left():
 def test_a_recompute_begins_at_a_snapshot_at_the_very_end_of_the_prompt():
     eng = cached(Exact(), num_snapshots=30)
     number = eng.add(TOKENS[:40], max_tokens=24, temperature=0.0, ignore_eos=True)
-    request, reuse = eng.requests[number], eng.runtime.reuse
+    request, prefix_cache = eng.requests[number], eng.runtime.prefix_cache
     while len(request.output) < 20:
         eng.step()
-    keys = reuse.prefix.keys(request.token_slice(0, request.num_tokens))
+    keys = prefix_cache.prefix.keys(request.token_slice(0, request.num_tokens))
     for page, key in enumerate(keys):
         if page != 9:  # the one that ends at 40
-            reuse.snapshots.evict(key)
-    assert reuse.snapshots.get(keys[9]) is not None
+            prefix_cache.snapshots.evict(key)
+    assert prefix_cache.snapshots.get(keys[9]) is not None
     eng.runtime.scheduler.preempt(request)
     while request.status != "running":
         eng.step()
@@ -414,7 +416,7 @@ def test_a_prompt_that_is_cut_begins_behind_the_layers_before_the_cut(policy, dr
     want, _ = greedy(cold, TOKENS[:n])
     first, rows = greedy(eng, TOKENS[:n])
     assert rows == n and first.token_ids == want.token_ids
-    held = eng.runtime.reuse.snapshots._held.values()
+    held = eng.runtime.prefix_cache.snapshots._held.values()
     layers = policy.cut_layer(eng.config) + policy.whole_window
     assert {s.layers for s in held if s.position < n} == {layers}
     assert {s.layers for s in held if s.position >= n} == {eng.config.num_layers}
@@ -482,7 +484,7 @@ def test_windows_that_another_cut_has_left_are_not_begun_at(whose):
     request = eng.requests[number]
     while len(request.output) < 40:
         eng.step()
-    store = eng.runtime.reuse.snapshots
+    store = eng.runtime.prefix_cache.snapshots
     for key, old in [*store._held.items()]:
         if old.position > 30:
             assert old.layers == eng.config.num_layers and old.floor == 30 - KEEP
@@ -547,7 +549,7 @@ def test_a_recompute_leaves_windows_of_its_own_cut():
     the next recompute begins there."""
     eng = cached(Bounded(KEEP), num_snapshots=40)
     number = eng.add(TOKENS[:30], max_tokens=60, temperature=0.0, ignore_eos=True)
-    request, store = eng.requests[number], eng.runtime.reuse.snapshots
+    request, store = eng.requests[number], eng.runtime.prefix_cache.snapshots
     while len(request.output) < 40:
         eng.step()
     for key in [*store._held]:
@@ -571,8 +573,8 @@ def test_a_snapshot_of_all_layers_takes_the_place_of_one_of_the_first():
     (want,) = cold.generate(TOKENS[:30], **how)
     eng = cached(Bounded(KEEP), num_snapshots=40)
     greedy(eng, [*TOKENS[:30], *want.token_ids[:40]], 1)
-    store, layers = eng.runtime.reuse.snapshots, eng.config.num_layers
-    keys = eng.runtime.reuse.prefix.keys([*TOKENS[:30], *want.token_ids[:40]])
+    store, layers = eng.runtime.prefix_cache.snapshots, eng.config.num_layers
+    keys = eng.runtime.prefix_cache.prefix.keys([*TOKENS[:30], *want.token_ids[:40]])
     before = {i for i, k in enumerate(keys) if k in store and store.peek(k).layers < layers}
     number = eng.add(TOKENS[:30], **how)
     request = eng.requests[number]

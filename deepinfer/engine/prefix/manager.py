@@ -1,4 +1,4 @@
-"""Reuse: how a request begins behind a prefix that is cached, and what it leaves for others.
+"""PrefixCacheManager: how a request begins behind a prefix that is cached, and what it leaves for others.
 
 A hit is looked up whenever a request is admitted, again after it gave way too. It is at most
 length - (window + backtracking) tokens in whole pages, so that the rows behind it fill the window
@@ -94,7 +94,7 @@ class CacheReport:
         return self.table()._repr_html_()
 
 
-class Reuse:
+class PrefixCacheManager:
     """The prefix cache of one engine. Counters: requests that began with a hit (each time they
     began), the tokens they did not compute and those they found but had to compute. cut, uncut:
     where the replay policy cuts the longest prompt (0: nowhere), how many of the first layers it
@@ -146,7 +146,7 @@ class Reuse:
 
     # ---------------------------------------------------------------------------- how it begins
 
-    def find(self, request: Request) -> Hit:
+    def lookup(self, request: Request) -> Hit:
         """What is cached of a waiting request; nothing where rows of its prefix are asked for."""
         mine = request.prefix
         if not self.current(request):  # it has computed nothing that is left, so its keys are new
@@ -156,10 +156,10 @@ class Reuse:
             return Hit()
         return self.prefix.lookup(self.keys(request, limit), limit, exact=self.rt.replay.exact)
 
-    def start(self, request: Request) -> Start:
+    def match(self, request: Request) -> Start:
         """How a waiting request would begin now. Raises ValueError naming a replay policy whose
         plan cannot be followed."""
-        hit = self.find(request)
+        hit = self.lookup(request)
         plan = self.plan(request, hit)
         pages, rest = divmod(plan.write_from, self.page_size)
         if rest:
@@ -192,7 +192,7 @@ class Reuse:
         whole = max((at for at, have in states if have == layers), default=0)
         return self.rt.replay_plan(Prompt(prompt, inside, whole, wants, states))
 
-    def begin(self, request: Request, start: Start) -> None:
+    def adopt(self, request: Request, start: Start) -> None:
         """The request has its pages and slot: it goes on behind what it took over."""
         mine, at = request.prefix, start.plan.start
         if start.snapshot is not None:  # in its turn: a step on its way may still write this slot
@@ -273,14 +273,14 @@ class Reuse:
         old = self.snapshots.peek(keys[at // self.page_size - 1])
         return old is None or (request.prefix.exact, layers) > old.rank
 
-    def learn(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
+    def register(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
         """After a commit. written: where the positions end that the step and those on their way
         have written, drafts too; seen: snapshots by position. What a request that failed has left
         is not served, and nothing that began before the cache was cleared is registered."""
         mine = request.prefix
         mine.edited |= self.edited
         if request.error is not None:
-            self.disown(request)
+            self.invalidate(request)
         if request.error is not None or mine.edited or not self.current(request):
             return
         full = request.num_computed // self.page_size
@@ -308,7 +308,7 @@ class Reuse:
         marks = dict(layers=layers, exact=mine.exact, floor=max(request.plan.floor))
         return Snapshot.from_rings(cache, request.state_id, at, **marks, **how)
 
-    def disown(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Nothing that this request has registered is served any more. Where its numbers were not
         finite, what it took over is not either, nor a snapshot at any of its page ends: they may be
         the cause, and everybody who begins there would fail."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
-from deepinfer.engine.prefix.manager import Reuse, Start
+from deepinfer.engine.prefix.manager import PrefixCacheManager, Start
 from deepinfer.engine.request import Request
 from deepinfer.engine.stats.stats import Stats
 
@@ -19,7 +19,7 @@ from deepinfer.engine.stats.stats import Stats
 @dataclass(frozen=True)
 class Resources:
     """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
-    step, drafts included; lookahead: most drafts of a sequence in one step; reuse: the prefix
+    step, drafts included; lookahead: most drafts of a sequence in one step; prefix_cache: the prefix
     cache, None without one."""
 
     pages: PageManager
@@ -29,7 +29,7 @@ class Resources:
     max_num_seqs: int
     max_rows: int
     lookahead: int = 0
-    reuse: Reuse | None = None
+    prefix_cache: PrefixCacheManager | None = None
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -46,7 +46,7 @@ class Resources:
 
     def match(self, request: Request) -> Start | None:
         """How a waiting request would start with what the prefix cache has; None without one."""
-        return None if self.reuse is None else self.reuse.start(request)
+        return None if self.prefix_cache is None else self.prefix_cache.start(request)
 
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
@@ -72,8 +72,8 @@ class Resources:
         self.pages.pin(hit)  # before the others are taken, which may reclaim cached pages
         request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
         request.state_id = self.states.take(1)[0]
-        if self.reuse is not None and start is not None:
-            self.reuse.begin(request, start)
+        if self.prefix_cache is not None and start is not None:
+            self.prefix_cache.begin(request, start)
             self.stats.found(request, request.optimistic_computed)
         request.status = "running"
         return True
@@ -134,8 +134,8 @@ class Resources:
             if request.status != "finished":
                 request.restart()
                 request.status = "waiting"
-        if self.reuse is not None:
-            self.reuse.recover()
+        if self.prefix_cache is not None:
+            self.prefix_cache.recover()
         self.pages.recount(r.pages for r in held)
         self.states.recount(r.state_id for r in held)
         for request in held:

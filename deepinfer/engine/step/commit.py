@@ -49,11 +49,11 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
         if i in written:
             alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
     set_pending_drafts(step_in_flight, values, landing)
-    if rt.reuse is not None:  # before what finished gives its pages back
+    if rt.prefix_cache is not None:  # before what finished gives its pages back
         seen = {} if step_in_flight.sink is None else step_in_flight.sink.snapshots()
         for i in landing:
             id = scheduled[i].request.id
-            rt.reuse.learn(scheduled[i].request, written[i], seen.get(id, {}))
+            rt.prefix_cache.register(scheduled[i].request, written[i], seen.get(id, {}))
     for i in landing:
         if scheduled[i].request.finished:
             rt.scheduler.release(scheduled[i].request)

@@ -1,7 +1,7 @@
 """Launch: the host's part of a step, from a schedule to work that is queued on the device.
 
 What the host knows of the rows goes into a `Plan`; each request is ahead by what the step may bring
-it (`mark_in_flight`); the rest is `execute.compute`, which knows the step before.
+it (`mark_in_flight`); the rest is `execute.execute`, which knows the step before.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def prepare(
         rows, drafts = None, verified_drafts(rt, scheduled)
         most = [len(d) for d in drafts]
         works = [work(rt, s, d) for s, d in zip(scheduled, drafts)]
-        step_in_flight.sink = None if rt.reuse is None else rt.reuse.crossings(scheduled)
+        step_in_flight.sink = (
+            None if rt.prefix_cache is None else rt.prefix_cache.crossings(scheduled)
+        )
         broken = None if all(s.decode for s in scheduled) else BrokenRows(len(scheduled), device)
         context = rt.context(build(works, rt.config, device), tap, step_in_flight.sink, broken)
         spans = logit_spans(works)

@@ -51,8 +51,8 @@ class Loop:
         self._idle = 0
         self._gone: list[Request] = []  # dropped, and maybe not counted and released
         self._hurt = False  # a step was broken off, and not all is where it belongs yet
-        if rt.reuse is not None:
-            rt.reuse.traces = traces
+        if rt.prefix_cache is not None:
+            rt.prefix_cache.traces = traces
 
     # -------------------------------------------------------------------------------- requests
 

@@ -53,7 +53,10 @@ def test_nothing_is_left():
         report = eng.cache
         assert (report.pages, report.snapshots, report.snapshot_bytes) == (0, 0, 0)
         assert report.hit_tokens == counted and eng.runtime.pages.free == eng.runtime.pages.size
-        assert not eng.runtime.reuse.keeping.spare and not eng.runtime.reuse.keeping.tails
+        assert (
+            not eng.runtime.prefix_cache.keeping.spare
+            and not eng.runtime.prefix_cache.keeping.tails
+        )
         check_empty(eng)
     (again,) = eng.generate(LONG[:70], params(most=20))
     assert again.cached_tokens == 0
@@ -65,7 +68,7 @@ def test_nothing_is_left():
 def test_old_keys_never_name_anything_again():
     eng = engine("two layers")
     eng.generate(LONG[:70], params(most=1))
-    prefix = eng.runtime.reuse.prefix
+    prefix = eng.runtime.prefix_cache.prefix
     old = prefix.keys(LONG[:64])
     assert prefix.lookup(old, 64).length == 64
     eng.clear_cache()
@@ -94,8 +97,8 @@ def test_rows_of_old_weights_are_served_to_nobody(edited, at, overlap):
         done |= {c.index: c for c in eng.step()}
         check(eng)
         known = {key for r in began for key in r.prefix.keys}
-        assert not known & eng.runtime.reuse.pages._held.keys()
-        assert not known & eng.runtime.reuse.snapshots._held.keys()
+        assert not known & eng.runtime.prefix_cache.pages._held.keys()
+        assert not known & eng.runtime.prefix_cache.snapshots._held.keys()
     done |= drain(eng)
     for i in (*waiting, 4, 5):
         p = params(i, 25)

@@ -115,7 +115,7 @@ def test_snapshots_do_not_depend_on_the_chunks(rows):
     eng = engine(max_num_batched_tokens=rows, verifier=Fixed(2 if rows > 5 else 0), **how)
     run(eng, [5], params(most=1))  # not in the first slot
     run(whole, LONG[:70], params(most=1)), run(eng, LONG[:70], params(most=1))
-    a, b = (e.runtime.reuse.snapshots._held for e in (whole, eng))
+    a, b = (e.runtime.prefix_cache.snapshots._held for e in (whole, eng))
     assert a.keys() == b.keys()
     assert sorted(s.position for s in b.values()) == list(range(8, 71, 8))
     for x, y in ((a[k], b[k]) for k in a):
@@ -330,7 +330,7 @@ def test_without_a_snapshot_a_hit_ends_at_the_last_one_below(snapshots, hit):
     assert got.cached_tokens == hit and rows == 88 - hit
     same(got, cold().generate(LONG[:88], p)[0])
     assert eng.cache.snapshots == min(snapshots, 11) or snapshots == 9
-    assert eng.cache.snapshot_bytes <= eng.runtime.reuse.snapshots.budget
+    assert eng.cache.snapshot_bytes <= eng.runtime.prefix_cache.snapshots.budget
     if not snapshots:
         assert eng.cache.pages == 11  # of known pages that were not adopted there is still one each
 
@@ -488,7 +488,7 @@ def test_of_two_chunks_in_a_step_the_broken_one_alone_leaves_nothing():
     done = {c.index: c for c in eng.step()}
     assert done[a].error is None and isinstance(done[b].error, ArithmeticError)
     assert eng.cache.pages == before + 2
-    prefix = eng.runtime.reuse.prefix
+    prefix = eng.runtime.prefix_cache.prefix
     assert prefix.lookup(prefix.keys(LONG[:40]), 40).length == 40
     assert prefix.lookup(prefix.keys(other), 40).length == 0
     check_empty(eng)
@@ -505,7 +505,7 @@ def test_pages_behind_which_nobody_gets_finite_logits_are_given_up():
                 if name.startswith("entries"):
                     records[1:] = torch.nan
         else:
-            for snapshot in eng.runtime.reuse.snapshots._held.values():
+            for snapshot in eng.runtime.prefix_cache.snapshots._held.values():
                 for rows in snapshot.windows:
                     with torch.inference_mode():
                         rows.fill_(torch.nan)
@@ -551,7 +551,7 @@ def test_what_an_approximate_window_has_left_says_so():
     eng = engine(replay=Cut(), verifier=Fixed(2))
     (want,) = cold(replay=Cut(), verifier=Fixed(2)).generate(LONG[:70], params(most=30))
     same(eng.generate(LONG[:70], params(most=30))[0], want)
-    store, snapshots = eng.runtime.reuse.pages, eng.runtime.reuse.snapshots
+    store, snapshots = eng.runtime.prefix_cache.pages, eng.runtime.prefix_cache.snapshots
     assert len(store) and not any(h.exact for h in store._held.values())
     # behind the cut no window is whole before the rows that were dropped are out of it
     assert snapshots._held and not any(s.exact for s in snapshots._held.values())
@@ -559,7 +559,7 @@ def test_what_an_approximate_window_has_left_says_so():
     whole = [s.position for s in snapshots._held.values() if s.layers == layers]
     first = {s.layers for s in snapshots._held.values() if s.position < 64 + WINDOW}
     assert min(whole) >= 64 + WINDOW and first == {eng.config.first_decoder_layer}
-    hit = eng.runtime.reuse.prefix
+    hit = eng.runtime.prefix_cache.prefix
     keys = hit.keys(LONG[:64])
     assert hit.lookup(keys, 64).length == 0 and hit.lookup(keys, 64, exact=False).length == 64
 

@@ -45,8 +45,8 @@ def tail(seed: int, length: int) -> list[int]:
 
 def positions(eng, ids=None) -> list[int]:
     """Where there are snapshots, of one sequence or of all."""
-    held = eng.runtime.reuse.snapshots._held
-    keys = held if ids is None else eng.runtime.reuse.prefix.keys(ids)
+    held = eng.runtime.prefix_cache.snapshots._held
+    keys = held if ids is None else eng.runtime.prefix_cache.prefix.keys(ids)
     return sorted(held[k].position for k in keys if k in held)
 
 
@@ -128,7 +128,7 @@ def test_the_same_prompt_and_the_next_turn_find_one(n, drafts):
     eng = engine("one layer", verifier=Fixed(drafts), **how)
     p = params(most=40)
     (first,) = eng.generate(LONG[:n], p)
-    spare = eng.runtime.reuse.keeping.spare
+    spare = eng.runtime.prefix_cache.keeping.spare
     assert eng.cache.snapshots - len(spare) <= OWN and bound(n) in (0, *positions(eng, LONG[:n]))
     last = (n + 39) // PAGE * PAGE  # the last token has no row
     turn = [*LONG[:n], *first.token_ids, *tail(1, 30)]
@@ -214,7 +214,7 @@ def test_what_differs_first_anywhere_computes_less_than_a_stride_again(rows):
             num_snapshots=TAIL + 2 + most_spare,
         )
         eng.generate(LONG[:120], params(most=1))
-        stride = eng.runtime.reuse.keeping.stride(120)
+        stride = eng.runtime.prefix_cache.keeping.stride(120)
         spare = set(range(stride, 121, stride)) if stride else set()
         ends = set(range(bound(120), 121, PAGE))
         assert set(positions(eng)) == spare | ends and len(spare) <= most_spare
@@ -238,10 +238,10 @@ def test_one_long_prompt_or_output_costs_others_no_more_than_its_own():
     eng = engine("one layer", max_num_seqs=2, num_snapshots=2 * NEEDED + 2, num_pages=80)
     for i in range(3):
         run(eng, [*LONG[:40], *tail(i, 30)], params(most=1))
-    others = set(eng.runtime.reuse.snapshots._held)
+    others = set(eng.runtime.prefix_cache.snapshots._held)
     evicted = eng.cache.snapshot_evictions
     run(eng, stream(20, 9, high=90), params(most=130))
-    assert len(others - eng.runtime.reuse.snapshots._held.keys()) <= NEEDED
+    assert len(others - eng.runtime.prefix_cache.snapshots._held.keys()) <= NEEDED
     assert eng.cache.snapshot_evictions - evicted <= NEEDED
     assert 40 in positions(eng, LONG[:40])
 
@@ -280,7 +280,7 @@ def test_a_tail_falls_behind_unless_another_has_it_too():
     while len(eng.requests[a].output) < 20:
         eng.step()
     b = eng.add(LONG[:40], params(most=60, temperature=0.0))
-    request, held = eng.requests[b], eng.runtime.reuse.snapshots
+    request, held = eng.requests[b], eng.runtime.prefix_cache.snapshots
     while a in eng.requests:
         eng.step()
         check(eng)
@@ -294,7 +294,7 @@ def test_a_tail_falls_behind_unless_another_has_it_too():
         eng.step()
     kept = positions(eng)
     assert len(kept) == len(set(kept))
-    stride = eng.runtime.reuse.keeping.stride(40)
+    stride = eng.runtime.prefix_cache.keeping.stride(40)
     lonely = [p for p in kept if 40 < p < bound(99) and p % (stride or 1)]
     assert len(lonely) <= 1, kept  # where b began behind what a had written
 
@@ -335,7 +335,7 @@ def holds(kinds, budget, rows, seqs, drafts, overlap) -> None:
         num_pages=90,
     )
     added = {eng.add(prompt(k), params(k, 20, (0.0, 0.8)[k % 2])): k for k in kinds}
-    keeping, store = eng.runtime.reuse.keeping, eng.runtime.reuse.snapshots
+    keeping, store = eng.runtime.prefix_cache.keeping, eng.runtime.prefix_cache.snapshots
     while eng.unfinished:
         for c in eng.step():
             same(c, alone(added[c.index], drafts), False)

@@ -168,11 +168,11 @@ def test_snapshots_are_those_of_a_serial_run(knowing, monkeypatch):
     other = engine(overlap=False, **how)
     other.generate(PROMPTS, PARAMS)
     monkeypatch.setattr(commit, "commit", late)
-    want, shared = other.runtime.reuse.snapshots._held, 0
+    want, shared = other.runtime.prefix_cache.snapshots._held, 0
     for knowing.right in (5, None):
         eng = engine(verifier=Fixed(5), **how)
         same(eng.generate(PROMPTS, PARAMS), serial())
-        for key, snapshot in eng.runtime.reuse.snapshots._held.items():
+        for key, snapshot in eng.runtime.prefix_cache.snapshots._held.items():
             assert snapshot.position == want[key].position
             torch.testing.assert_close(snapshot.windows, want[key].windows)
             shared += 1
