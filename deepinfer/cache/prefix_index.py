@@ -193,7 +193,7 @@ class SnapshotStore(Generic[S]):
 # ----------------------------------------------------------------------------------------- cache
 
 
-class Hit(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What is known of a prompt. pages: of its first `length` tokens; snapshots: the window rows at
     positions <= length, highest first; exact: all pages are.
 
@@ -205,7 +205,7 @@ class Hit(NamedTuple):
     exact: bool = True
 
 
-class PrefixCache:
+class PrefixIndex:
     """Pages and snapshots by the content of the prefix they end. Lengths and positions in tokens.
 
         keys = cache.keys(prompt, salt=salt)
@@ -256,7 +256,7 @@ class PrefixCache:
         self.pages.clear()
         self.snapshots.clear()
 
-    def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> Hit:
+    def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> PrefixMatch:
         """The longest run of known pages of at most `limit` tokens, and the snapshots at their
         ends (`snapshots.get` the one that is used). exact: nothing computed on an approximate
         window is served."""
@@ -269,7 +269,7 @@ class PrefixCache:
         there = [self.snapshots.peek(key) for key in reversed(keys[: len(found)])]
         some = tuple(s for s in there if s is not None and (s.exact or not exact))
         pages = tuple(h.page for h in found)
-        return Hit(pages, len(pages) * self.page_size, some, all(h.exact for h in found))
+        return PrefixMatch(pages, len(pages) * self.page_size, some, all(h.exact for h in found))
 
     def register(self, keys: Sequence[bytes], pages: Sequence[int], *, exact: bool = True) -> int:
         """The content of these used pages is now known: pages[i] holds what keys[i] says, up to the

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Prefix:
+class PrefixState:
     """What the prefix cache knows of a request. salt, images: parts of its keys; keys: of its first
     full pages; adopted, registered: pages that it took over, that it and the cache have registered;
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
@@ -92,7 +92,7 @@ class Request:
     compiled: Any = None
     preemptions: int = 0
     deadline: float | None = None
-    prefix: Prefix = field(default_factory=Prefix)
+    prefix: PrefixState = field(default_factory=PrefixState)
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,13 @@ from cache.accounting import check_prefix
 
 from deepinfer.cache.page_keys import ImageSpan, digest, image_digest, page_key, root_key
 from deepinfer.cache.pages import PageManager
-from deepinfer.cache.prefix_index import HeldPage, Hit, PageStore, PrefixCache, SnapshotStore
+from deepinfer.cache.prefix_index import (
+    HeldPage,
+    PageStore,
+    PrefixIndex,
+    PrefixMatch,
+    SnapshotStore,
+)
 
 PAGE = 4
 
@@ -35,8 +41,8 @@ def places(hit) -> list[int]:
     return [s.position for s in hit.snapshots]
 
 
-def prefix_cache(size=8, budget=100, page=PAGE) -> PrefixCache:
-    return PrefixCache(page, PageStore(PageManager(size)), SnapshotStore(budget))
+def prefix_cache(size=8, budget=100, page=PAGE) -> PrefixIndex:
+    return PrefixIndex(page, PageStore(PageManager(size)), SnapshotStore(budget))
 
 
 def pages_of(cache) -> PageManager:
@@ -104,7 +110,7 @@ def test_another_salt_or_adapter_shares_nothing(other):
     cache = prefix_cache()
     stored(cache, IDS, salt="a")
     assert cache.lookup(cache.keys(IDS, salt="a"), 8).length == 8
-    assert cache.lookup(cache.keys(IDS, **other), 8) == Hit()
+    assert cache.lookup(cache.keys(IDS, **other), 8) == PrefixMatch()
 
 
 def picture(last: int):
@@ -151,12 +157,12 @@ def test_a_picture_is_its_bytes_shape_and_dtype():
 def test_keys_are_the_same_in_every_process():
     script = (
         "from deepinfer.cache.prefix_index import *; import sys\n"
-        "cache = PrefixCache(4, PageStore(PageManager(2)), SnapshotStore(0), model='m')\n"
+        "cache = PrefixIndex(4, PageStore(PageManager(2)), SnapshotStore(0), model='m')\n"
         "images = [ImageSpan(2, 6, bytes(range(32)))]\n"
         "keys = cache.keys(range(9), salt='a', adapter='b', images=images)\n"
         "print(b''.join(keys).hex()); assert 'torch' not in sys.modules\n"
     )
-    cache = PrefixCache(4, PageStore(PageManager(2)), SnapshotStore(0), model="m")
+    cache = PrefixIndex(4, PageStore(PageManager(2)), SnapshotStore(0), model="m")
     images = [ImageSpan(2, 6, bytes(range(32)))]
     want = b"".join(cache.keys(range(9), salt="a", adapter="b", images=images)).hex()
     for seed in ("1", "2"):
@@ -190,7 +196,7 @@ def test_a_hit_is_the_full_pages_up_to_the_limit(length):
     for limit in range(-3, 16):
         hit = cache.lookup(keys, limit)
         full = max(min(limit, length), 0) // PAGE
-        assert hit == Hit(tuple(pages[:full]), full * PAGE)
+        assert hit == PrefixMatch(tuple(pages[:full]), full * PAGE)
 
 
 def test_the_first_unknown_page_ends_a_hit():
@@ -244,7 +250,7 @@ def test_pages_and_snapshots_are_evicted_apart():
         check_prefix(cache)
     assert (cache.lookup(keys, 12).length, places(cache.lookup(keys, 7))) == (12, [])
     pages_of(cache).take(8)
-    assert cache.lookup(keys, 12) == Hit() and len(cache.snapshots) == 2
+    assert cache.lookup(keys, 12) == PrefixMatch() and len(cache.snapshots) == 2
 
 
 def test_snapshots_go_least_recently_used_first_within_their_bytes():
@@ -311,7 +317,7 @@ def test_a_page_that_is_not_exact_does_not_become_so():
     cache = prefix_cache()
     keys, pages = stored(cache, list(range(4)), give=False, exact=False)
     assert cache.register(keys, pages) == 0
-    assert cache.lookup(keys, 4) == Hit()
+    assert cache.lookup(keys, 4) == PrefixMatch()
 
 
 # --------------------------------------------------------------------------------------- eviction
@@ -321,7 +327,7 @@ def test_a_reused_page_has_lost_its_old_key():
     cache = prefix_cache(size=2)
     old, _ = stored(cache, list(range(8)))
     new, pages = stored(cache, list(range(50, 58)))
-    assert cache.lookup(old, 8) == Hit() and cache.lookup(new, 8).pages == tuple(pages)
+    assert cache.lookup(old, 8) == PrefixMatch() and cache.lookup(new, 8).pages == tuple(pages)
     check_prefix(cache)
 
 
@@ -342,7 +348,7 @@ def test_a_page_whose_parent_went_first_is_out_of_reach_until_the_parent_is_back
     assert cache.lookup(keys, 8).pages == (first[0], second[1])
     pages_of(cache).give(first)
     pages_of(cache).take(2)  # one free, one reclaimed: the parent
-    assert cache.lookup(keys, 8) == Hit() and cache.pages.get(keys[1])
+    assert cache.lookup(keys, 8) == PrefixMatch() and cache.pages.get(keys[1])
     cache.register(keys, second)  # the second's copy takes its place
     assert cache.lookup(keys, 8).pages == tuple(second)
     check_prefix(cache)
@@ -419,7 +425,7 @@ def test_a_store_of_ones_own_is_four_methods():
             moves.append((self.position, device))
             return self
 
-    cache = PrefixCache(PAGE, PageStore(PageManager(4)), HostSnapshots(SnapshotStore(10)))
+    cache = PrefixIndex(PAGE, PageStore(PageManager(4)), HostSnapshots(SnapshotStore(10)))
     keys, _ = stored(cache, list(range(8)))
     for position in (4, 8):
         cache.register_snapshot(keys, Moving(position))
@@ -453,7 +459,7 @@ class Walk:
         r["keys"] = self.cache.keys(r["ids"], salt=r["salt"], known=r["keys"])
         return r["keys"]
 
-    def look(self, keys, salt, ids, limit, exact) -> Hit:
+    def look(self, keys, salt, ids, limit, exact) -> PrefixMatch:
         hit = self.cache.lookup(keys, limit, exact=exact)
         assert hit.length == len(hit.pages) * PAGE and hit.length <= max(limit, 0)
         assert places(hit) == sorted({p for p in places(hit) if 0 < p <= hit.length}, reverse=True)

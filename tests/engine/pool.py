@@ -45,7 +45,7 @@ def check_reuse(rt, running) -> None:
     if rt.prefix_cache is None:
         assert all(n == 1 for n in rt.pages._holders.values()) and not rt.pages.cached
         return
-    prefix, size = rt.prefix_cache.prefix, rt.limits.page_size
+    prefix, size = rt.prefix_cache.index, rt.limits.page_size
     check_prefix(prefix)
     shared = {}
     for r in running:

@@ -102,7 +102,7 @@ def test_a_replay_leaves_the_block_kv_of_the_hit_as_it_was(policy):
     """B14: not a byte of it, and none of it is computed from an empty window."""
     eng = cached(policy, packed_cache=True)
     greedy(eng, TOKENS[:45], 1)
-    prefix = eng.runtime.prefix_cache.prefix
+    prefix = eng.runtime.prefix_cache.index
     pages = [*prefix.lookup(prefix.keys(TOKENS[:28]), 28, exact=False).pages]
     assert len(pages) == 7
 
@@ -281,7 +281,7 @@ def test_what_a_bounded_prompt_leaves_is_marked():
     """Pages and snapshots of a cut or a replay are not exact; those of an uncut prompt are, until
     it takes over some that are not."""
     eng = cached(BOTH, num_snapshots=16)
-    prefix = eng.runtime.prefix_cache.prefix
+    prefix = eng.runtime.prefix_cache.index
     greedy(eng, TOKENS[:45], 20)
     assert not any(h.exact for h in prefix.pages._held.values())
     assert (
@@ -291,7 +291,7 @@ def test_what_a_bounded_prompt_leaves_is_marked():
     assert prefix.lookup(prefix.keys(TOKENS[:24]), 24).length == 0
     assert prefix.lookup(prefix.keys(TOKENS[:24]), 24, exact=False).length == 24
     mine = cached(ENCODER)
-    store = mine.runtime.prefix_cache.prefix
+    store = mine.runtime.prefix_cache.index
     greedy(mine, TOKENS[:24], 1)  # cold: exact pages of an approximate engine
     assert store.lookup(store.keys(TOKENS[:24]), 24).length == 24
     greedy(mine, TOKENS[:45], 1)  # behind a hit of 24, replayed
@@ -309,7 +309,7 @@ def test_what_begins_at_an_inexact_snapshot_is_marked_too():
     second, _ = greedy(eng, TOKENS[:45], 1)  # replayed behind a hit of 28
     third, _ = greedy(eng, TOKENS[:60], 1)
     assert second.cached_tokens == 20 and third.cached_tokens in (40, 44)
-    marks = [prefix_cache.pages.get(key).exact for key in prefix_cache.prefix.keys(TOKENS[:60])]
+    marks = [prefix_cache.pages.get(key).exact for key in prefix_cache.index.keys(TOKENS[:60])]
     assert marks == [True] * 7 + [False] * 8
     assert any(s.exact is False and s.position > 44 for s in prefix_cache.snapshots._held.values())
     assert not any(s.exact and s.position > 28 for s in prefix_cache.snapshots._held.values())
@@ -340,7 +340,7 @@ def test_an_exact_run_takes_the_place_of_what_a_replay_has_left():
     for key in [*prefix_cache.snapshots._held]:
         prefix_cache.snapshots.evict(key)
     greedy(eng, TOKENS[:60], 1)  # replayed behind a hit of 28
-    keys = prefix_cache.prefix.keys(TOKENS[:60])
+    keys = prefix_cache.index.keys(TOKENS[:60])
     before = {k: prefix_cache.snapshots.get(k).exact for k in keys if prefix_cache.snapshots.get(k)}
     assert list(before.values()).count(False) > 1 and not prefix_cache.pages.get(keys[-1]).exact
     eng.generate(TOKENS[:60], max_tokens=1, prompt_logprobs=True)  # runs every row
@@ -358,7 +358,7 @@ def test_a_recompute_begins_at_a_snapshot_at_the_very_end_of_the_prompt():
     request, prefix_cache = eng.requests[number], eng.runtime.prefix_cache
     while len(request.output) < 20:
         eng.step()
-    keys = prefix_cache.prefix.keys(request.token_slice(0, request.num_tokens))
+    keys = prefix_cache.index.keys(request.token_slice(0, request.num_tokens))
     for page, key in enumerate(keys):
         if page != 9:  # the one that ends at 40
             prefix_cache.snapshots.evict(key)
@@ -574,7 +574,7 @@ def test_a_snapshot_of_all_layers_takes_the_place_of_one_of_the_first():
     eng = cached(Bounded(KEEP), num_snapshots=40)
     greedy(eng, [*TOKENS[:30], *want.token_ids[:40]], 1)
     store, layers = eng.runtime.prefix_cache.snapshots, eng.config.num_layers
-    keys = eng.runtime.prefix_cache.prefix.keys([*TOKENS[:30], *want.token_ids[:40]])
+    keys = eng.runtime.prefix_cache.index.keys([*TOKENS[:30], *want.token_ids[:40]])
     before = {i for i, k in enumerate(keys) if k in store and store.peek(k).layers < layers}
     number = eng.add(TOKENS[:30], **how)
     request = eng.requests[number]

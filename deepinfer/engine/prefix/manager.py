@@ -34,7 +34,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from deepinfer.cache.prefix_index import Hit, PageStore, PrefixCache, SnapshotStore
+from deepinfer.cache.prefix_index import PageStore, PrefixIndex, PrefixMatch, SnapshotStore
 from deepinfer.cache.snapshots import Snapshot, held, rows_at
 from deepinfer.engine.prefix.snapshot_capture import Crossings
 from deepinfer.engine.prefix.snapshot_policy import Keeping
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Admission:
     """How a waiting request would begin. pages: those it takes over; plan: its rows; snapshot: the
     window rows at plan.start, None where none are needed; exact: all that it takes over is; found:
     tokens in pages that were found, with a snapshot for them or not."""
@@ -106,7 +106,7 @@ class PrefixCacheManager:
         self.page_size = rt.limits.page_size
         self.pages = PageStore(rt.pages)
         self.snapshots: SnapshotStore[Snapshot] = SnapshotStore(snapshot_budget)
-        self.prefix = PrefixCache(self.page_size, self.pages, self.snapshots, model=model)
+        self.index = PrefixIndex(self.page_size, self.pages, self.snapshots, model=model)
         longest = rt.limits.model_len - 1
         self.cut, self.uncut = cut_of(rt.replay_plan(Prompt(longest)))
         most = snapshot_budget // max(snapshot_bytes(rt.cache, self.uncut), 1)
@@ -134,29 +134,29 @@ class PrefixCacheManager:
 
     def current(self, request: Request) -> bool:
         """Whether a request began after the cache was last cleared."""
-        return request.prefix.generation == self.prefix.generation
+        return request.prefix.generation == self.index.generation
 
     def keys(self, request: Request, tokens: int) -> list[bytes]:
         """Keys of the full pages of its first `tokens` tokens."""
         mine, pages = request.prefix, tokens // self.page_size
         if len(mine.keys) < pages:
             ids = request.token_slice(0, pages * self.page_size)
-            mine.keys = self.prefix.keys(ids, salt=mine.salt, images=mine.images, known=mine.keys)
+            mine.keys = self.index.keys(ids, salt=mine.salt, images=mine.images, known=mine.keys)
         return mine.keys[:pages]
 
     # ---------------------------------------------------------------------------- how it begins
 
-    def lookup(self, request: Request) -> Hit:
+    def lookup(self, request: Request) -> PrefixMatch:
         """What is cached of a waiting request; nothing where rows of its prefix are asked for."""
         mine = request.prefix
         if not self.current(request):  # it has computed nothing that is left, so its keys are new
-            mine.generation, mine.keys, mine.tail = self.prefix.generation, [], []
+            mine.generation, mine.keys, mine.tail = self.index.generation, [], []
         limit = request.optimistic_tokens - self.reserve
         if limit < self.page_size or request.wants_prompt_logprobs or self.edited:
-            return Hit()
-        return self.prefix.lookup(self.keys(request, limit), limit, exact=self.rt.replay.exact)
+            return PrefixMatch()
+        return self.index.lookup(self.keys(request, limit), limit, exact=self.rt.replay.exact)
 
-    def match(self, request: Request) -> Start:
+    def match(self, request: Request) -> Admission:
         """How a waiting request would begin now. Raises ValueError naming a replay policy whose
         plan cannot be followed."""
         hit = self.lookup(request)
@@ -173,9 +173,9 @@ class PrefixCacheManager:
             found = self.snapshots.get(key)  # counts as a use
             assert found is not None and found.layers >= need  # a valid plan begins where it is
             exact, snapshot = exact and found.exact, found.first(need)
-        return Start(hit.pages[:pages], plan, snapshot, exact, hit.length)
+        return Admission(hit.pages[:pages], plan, snapshot, exact, hit.length)
 
-    def plan(self, request: Request, hit: Hit) -> ReplayPlan:
+    def plan(self, request: Request, hit: PrefixMatch) -> ReplayPlan:
         """The policy's plan for the prompt with this hit. Behind the prompt (a recompute) nothing
         is dropped: the plan of the prompt stays, and its rows begin at a snapshot of all layers.
         One that another request has left, whose prompt was cut elsewhere, is none of this one."""
@@ -192,7 +192,7 @@ class PrefixCacheManager:
         whole = max((at for at, have in states if have == layers), default=0)
         return self.rt.replay_plan(Prompt(prompt, inside, whole, wants, states))
 
-    def adopt(self, request: Request, start: Start) -> None:
+    def adopt(self, request: Request, start: Admission) -> None:
         """The request has its pages and slot: it goes on behind what it took over."""
         mine, at = request.prefix, start.plan.start
         if start.snapshot is not None:  # in its turn: a step on its way may still write this slot
@@ -288,7 +288,7 @@ class PrefixCacheManager:
             return
         keys = self.keys(request, request.num_computed)
         new = slice(mine.registered, full)
-        self.prefix.register(keys[new], request.pages[new], exact=mine.exact)
+        self.index.register(keys[new], request.pages[new], exact=mine.exact)
         for page in range(mine.registered, full):
             at = (page + 1) * self.page_size
             if (role := self.keeping.role(request, at)) is not None:
@@ -339,7 +339,7 @@ class PrefixCacheManager:
             raise
 
     def _clear(self) -> None:
-        self.prefix.clear()
+        self.index.clear()
         self.keeping.clear()
 
     def report(self) -> CacheReport:

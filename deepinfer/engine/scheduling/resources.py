@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer.cache.pages import PageManager, Pool
-from deepinfer.engine.prefix.manager import PrefixCacheManager, Start
+from deepinfer.engine.prefix.manager import Admission, PrefixCacheManager
 from deepinfer.engine.request import Request
 from deepinfer.engine.stats.stats import Stats
 
@@ -44,7 +44,7 @@ class Resources:
         again = 1 + self.lookahead if request.output else 0
         return self.pages_of(request.optimistic_tokens + again)
 
-    def match(self, request: Request) -> Start | None:
+    def match(self, request: Request) -> Admission | None:
         """How a waiting request would start with what the prefix cache has; None without one."""
         return None if self.prefix_cache is None else self.prefix_cache.start(request)
 
@@ -57,7 +57,7 @@ class Resources:
         """Whether a waiting request can start: 'ok', 'later' or 'never'."""
         return self._ask(request, self.match(request))
 
-    def _ask(self, request: Request, start: Start | None) -> str:
+    def _ask(self, request: Request, start: Admission | None) -> str:
         hit = () if start is None else start.pages
         answer = self.pages.ask(self.pages_to_start(request) - len(hit), hit)
         return "later" if answer == "ok" and not self.states.free else answer

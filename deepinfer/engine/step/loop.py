@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer import rng
 from deepinfer.engine import scoring
-from deepinfer.engine.request import Prefix, Request
+from deepinfer.engine.request import PrefixState, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.output import SchedulerOutput
@@ -135,7 +135,7 @@ class Loop:
             deadline=None,
             finish_reason=None,
             error=None,
-            prefix=Prefix(parent.prefix.salt, parent.prefix.images),
+            prefix=PrefixState(parent.prefix.salt, parent.prefix.images),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             **{name: list(getattr(parent, name)) for name in SO_FAR},
         )

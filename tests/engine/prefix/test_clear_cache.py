@@ -68,7 +68,7 @@ def test_nothing_is_left():
 def test_old_keys_never_name_anything_again():
     eng = engine("two layers")
     eng.generate(LONG[:70], params(most=1))
-    prefix = eng.runtime.prefix_cache.prefix
+    prefix = eng.runtime.prefix_cache.index
     old = prefix.keys(LONG[:64])
     assert prefix.lookup(old, 64).length == 64
     eng.clear_cache()

@@ -488,7 +488,7 @@ def test_of_two_chunks_in_a_step_the_broken_one_alone_leaves_nothing():
     done = {c.index: c for c in eng.step()}
     assert done[a].error is None and isinstance(done[b].error, ArithmeticError)
     assert eng.cache.pages == before + 2
-    prefix = eng.runtime.prefix_cache.prefix
+    prefix = eng.runtime.prefix_cache.index
     assert prefix.lookup(prefix.keys(LONG[:40]), 40).length == 40
     assert prefix.lookup(prefix.keys(other), 40).length == 0
     check_empty(eng)
@@ -559,7 +559,7 @@ def test_what_an_approximate_window_has_left_says_so():
     whole = [s.position for s in snapshots._held.values() if s.layers == layers]
     first = {s.layers for s in snapshots._held.values() if s.position < 64 + WINDOW}
     assert min(whole) >= 64 + WINDOW and first == {eng.config.first_decoder_layer}
-    hit = eng.runtime.prefix_cache.prefix
+    hit = eng.runtime.prefix_cache.index
     keys = hit.keys(LONG[:64])
     assert hit.lookup(keys, 64).length == 0 and hit.lookup(keys, 64, exact=False).length == 64
 

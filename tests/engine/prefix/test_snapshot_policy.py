@@ -46,7 +46,7 @@ def tail(seed: int, length: int) -> list[int]:
 def positions(eng, ids=None) -> list[int]:
     """Where there are snapshots, of one sequence or of all."""
     held = eng.runtime.prefix_cache.snapshots._held
-    keys = held if ids is None else eng.runtime.prefix_cache.prefix.keys(ids)
+    keys = held if ids is None else eng.runtime.prefix_cache.index.keys(ids)
     return sorted(held[k].position for k in keys if k in held)
 
 

@@ -88,7 +88,7 @@ def test_a_prompt_row_that_is_not_finite_ends_its_own_request(clean, at, layer, 
         assert [got[i].token_ids for i in (0, 2)] == [wants[i] for i in (0, 2)]
         check_empty(eng)
     if cache:  # nobody begins behind what it has left
-        prefix = eng.runtime.prefix_cache.prefix
+        prefix = eng.runtime.prefix_cache.index
         assert prefix.lookup(prefix.keys(marked(at)), len(LONG)).length == 0
     assert eng.generate(LONG, PARAMS)[0].token_ids == clean[0]
 
