@@ -26,7 +26,7 @@ class PrefixState:
     window_from: of each layer the lowest position with window rows; cut, uncut: lowest position of
     its prompt's cut (0: none), how many of the first layers are not cut; cached_tokens: tokens that it
     did not compute when it began first, None before; generation: of the cache when it began. branch,
-    goal, stride, tail: where it leaves snapshots (see `keeping`): the end of the pages that others
+    goal, stride, tail: where it leaves snapshots (see `snapshot_policy`): the end of the pages that others
     had, of its prefill, what lies between spare ones, its tail."""
 
     salt: str | None = None

@@ -21,7 +21,7 @@ from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
-from deepinfer.model.context import ForwardContext, RowCheck, Tap, WindowSink
+from deepinfer.model.context import ForwardContext, OnWindowWrite, RowCheck, Tap
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
@@ -169,7 +169,7 @@ class Runtime:
         self,
         batch: Batch,
         tap: Tap | None = None,
-        window_sink: WindowSink | None = None,
+        on_window_write: OnWindowWrite | None = None,
         row_check: RowCheck | None = None,
     ) -> ForwardContext:
         return ForwardContext(
@@ -182,6 +182,6 @@ class Runtime:
             fidelity=self.settings.fidelity,
             drafter=self.verifier.max_draft > 0,
             tap=tap,
-            window_sink=window_sink,
+            on_window_write=on_window_write,
             row_check=row_check,
         )

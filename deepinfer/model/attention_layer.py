@@ -183,8 +183,8 @@ class AttentionLayer(nn.Module):
         context = ctx.attention.attend(info, q, kv, selected, shared)
         expect(context, tuple(q.shape), f"attention {type(ctx.attention).__name__}.attend", True)
         if plan is None and stored is not None:
-            if ctx.window_sink is not None:
-                ctx.window_sink(self.layer, key if stored.layout.packed else own, keys)
+            if ctx.on_window_write is not None:
+                ctx.on_window_write(self.layer, key if stored.layout.packed else own, keys)
             store(stored, ctx.window_writes(self.layer, keys), key, own)
         context = ctx.ops.rope(context, cos, sin, inverse=True)
         grouped = context.unflatten(1, (self.groups, -1)).flatten(2)

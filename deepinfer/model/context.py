@@ -18,7 +18,7 @@ from deepinfer.model.rope import angles, frequencies
 from deepinfer.slots.protocols import Attention, AttnPlan, Batch, Experts, RowSet
 
 Tap = Callable[[str, Tensor, RowSet], Tensor]
-WindowSink = Callable[[int, Tensor, RowSet], None]
+OnWindowWrite = Callable[[int, Tensor, RowSet], None]
 RowCheck = Callable[[Tensor, RowSet], None]
 
 
@@ -29,7 +29,7 @@ class ForwardContext:
     cache None: nothing is stored or read, keys are the step's own rows (training, one-shot).
     fidelity 0: no rounding; 1: the cache roundings that are part of the model; 2: also MXFP8 inputs
     of the stored-quantised matrices. drafter: keep the drafter's context. tap(name, tensor, rows)
-    sees, and may replace, every named value; window_sink(layer, rows, row set) is handed the window
+    sees, and may replace, every named value; on_window_write(layer, rows, row set) is handed the window
     keys of every layer just before they are stored; row_check(values, row set) looks at rows where
     they end: behind the last layer, and at what their last keys are projected from where they are
     dropped.
@@ -44,7 +44,7 @@ class ForwardContext:
     fidelity: int = 1
     drafter: bool = False
     tap: Tap | None = None
-    window_sink: WindowSink | None = None
+    on_window_write: OnWindowWrite | None = None
     row_check: RowCheck | None = None
     _shared: dict = field(default_factory=dict)
 

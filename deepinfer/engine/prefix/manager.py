@@ -14,7 +14,7 @@ whose windows are all that is stored: V4.1 technical report). They are exact, an
 one of them runs its own cut behind it, so that a hit changes no number.
 
 After each commit the pages that have become full are registered, and the window rows at some of
-their ends (`Keeping` says which) kept as snapshots: a chunk's as they pass (`Crossings`), those of
+their ends (`SnapshotPolicy` says which) kept as snapshots: a chunk's as they pass (`SnapshotCapture`), those of
 decode rows out of the rings.
 Rows of a draft that was not accepted lie above `computed` and are in no registered page.
 
@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 
 from deepinfer.cache.prefix_index import PageStore, PrefixIndex, PrefixMatch, SnapshotStore
 from deepinfer.cache.snapshots import Snapshot, held, rows_at
-from deepinfer.engine.prefix.snapshot_capture import Crossings
-from deepinfer.engine.prefix.snapshot_policy import Keeping
+from deepinfer.engine.prefix.snapshot_capture import SnapshotCapture
+from deepinfer.engine.prefix.snapshot_policy import SnapshotPolicy
 from deepinfer.engine.request import Request
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 
@@ -110,7 +110,7 @@ class PrefixCacheManager:
         longest = rt.limits.model_len - 1
         self.cut, self.uncut = cut_of(rt.replay_plan(Prompt(longest)))
         most = snapshot_budget // max(snapshot_bytes(rt.cache, self.uncut), 1)
-        self.keeping = Keeping(
+        self.snapshot_policy = SnapshotPolicy(
             self.snapshots,
             self.page_size,
             self.reserve,
@@ -213,7 +213,7 @@ class PrefixCacheManager:
         )
         mine.cut, mine.uncut = cut_of(cold)
         keys = self.keys(request, request.optimistic_tokens)
-        self.keeping.begin(request, keys, at if layers else 0, self.shared(keys))
+        self.snapshot_policy.begin(request, keys, at if layers else 0, self.shared(keys))
         # Above its cut a hit saves nothing: the windows of the layers that are cut are needed.
         usable = mine.cut // self.page_size * self.page_size if mine.cut else start.found
         self.lost_tokens += max(min(start.found, usable) - at, 0)
@@ -234,13 +234,13 @@ class PrefixCacheManager:
 
     # ------------------------------------------------------------------------- what it leaves
 
-    def crossings(self, scheduled: tuple[ScheduledRequest, ...]) -> Crossings | None:
+    def capture(self, scheduled: tuple[ScheduledRequest, ...]) -> SnapshotCapture | None:
         """What collects the window rows at the page ends inside the prefill chunks of a step."""
         wanted: dict[int, dict[int, int]] = {}
         for i, item in enumerate(scheduled):
             if not item.decode and (ends := self.ends(item)):
                 wanted[i] = ends
-        return Crossings(self.rt.cache, scheduled, wanted) if wanted else None
+        return SnapshotCapture(self.rt.cache, scheduled, wanted) if wanted else None
 
     def leaves(self, request: Request) -> bool:
         """Whether what it computes now may serve others."""
@@ -265,7 +265,7 @@ class PrefixCacheManager:
             return {}
         ends = range(item.start // size * size + size, item.stop + 1, size)
         keys = self.keys(request, item.stop)
-        found = {p: self.layers(request, p) for p in ends if self.keeping.role(request, p)}
+        found = {p: self.layers(request, p) for p in ends if self.snapshot_policy.role(request, p)}
         return {p: n for p, n in found.items() if n and self.better(keys, request, p, n)}
 
     def better(self, keys: list[bytes], request: Request, at: int, layers: int) -> bool:
@@ -291,10 +291,10 @@ class PrefixCacheManager:
         self.index.register(keys[new], request.pages[new], exact=mine.exact)
         for page in range(mine.registered, full):
             at = (page + 1) * self.page_size
-            if (role := self.keeping.role(request, at)) is not None:
+            if (role := self.snapshot_policy.role(request, at)) is not None:
                 snapshot = seen.get(at) or self.from_rings(request, at, written)
-                self.keeping.keep(request, keys, at, role, snapshot)
-        self.keeping.move_on(request)
+                self.snapshot_policy.keep(request, keys, at, role, snapshot)
+        self.snapshot_policy.move_on(request)
         mine.registered = full
 
     def from_rings(self, request: Request, at: int, written: int) -> Snapshot | None:
@@ -340,7 +340,7 @@ class PrefixCacheManager:
 
     def _clear(self) -> None:
         self.index.clear()
-        self.keeping.clear()
+        self.snapshot_policy.clear()
 
     def report(self) -> CacheReport:
         """What is cached now, and what it was good for."""

@@ -1,4 +1,4 @@
-"""Crossings: the window rows at page ends inside prefill chunks, taken layer by layer as they pass.
+"""SnapshotCapture: the window rows at page ends inside prefill chunks, taken layer by layer as they pass.
 
 A chunk longer than a ring leaves only its end there, and a ring is written while its layer runs. So
 the rows are taken just before that: of the chunk those about to be written, of the positions before
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.scheduling.output import ScheduledRequest
 
 
-class Crossings:
+class SnapshotCapture:
     """Called by every layer with the window rows that it is about to write. wanted: by number of
     the scheduled request, the page ends in it, ascending, and of how many of the first layers their rows are
     taken."""

@@ -36,7 +36,7 @@ def tail_ends(reserve: int, page_size: int) -> int:
     return -(-reserve // page_size) + 1
 
 
-class Keeping:
+class SnapshotPolicy:
     """reserve: tokens at the end of a sequence that no hit covers; per_request: snapshots of one request
     that fit the budget when as many run as can; kept: rows at the end of a prompt above a replay
     policy's cut (0: it cuts nothing), which no hit saves either. Lengths and positions in tokens."""

@@ -50,7 +50,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
             alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
     set_pending_drafts(step_in_flight, values, landing)
     if rt.prefix_cache is not None:  # before what finished gives its pages back
-        seen = {} if step_in_flight.sink is None else step_in_flight.sink.snapshots()
+        seen = {} if step_in_flight.capture is None else step_in_flight.capture.snapshots()
         for i in landing:
             id = scheduled[i].request.id
             rt.prefix_cache.register(scheduled[i].request, written[i], seen.get(id, {}))

@@ -18,7 +18,7 @@ from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
 
 if TYPE_CHECKING:
-    from deepinfer.engine.prefix.snapshot_capture import Crossings
+    from deepinfer.engine.prefix.snapshot_capture import SnapshotCapture
     from deepinfer.slots.protocols import Dist
 
 
@@ -64,7 +64,7 @@ class StepOutput:
 @dataclass(slots=True, eq=False)
 class InFlightStep:
     """scheduled: what runs; emitters: numbers of the scheduled requests that emit; drafting: numbers of the
-    emitters whose next draft is made; budget: most rows of a decode step; sink: what collects
+    emitters whose next draft is made; budget: most rows of a decode step; capture: what collects
     window rows at page ends; job: the launched work, which sets `carried`."""
 
     step: int
@@ -74,7 +74,7 @@ class InFlightStep:
     sampling_requests: tuple[int, ...] = ()
     drafting: tuple[int, ...] = ()
     budget: int = 0
-    sink: Crossings | None = None
+    capture: SnapshotCapture | None = None
     carried: Carried | None = None
     job: Any = None
     traced: bool = False

@@ -79,11 +79,11 @@ def prepare(
         rows, drafts = None, verified_drafts(rt, scheduled)
         most = [len(d) for d in drafts]
         works = [work(rt, s, d) for s, d in zip(scheduled, drafts)]
-        step_in_flight.sink = (
-            None if rt.prefix_cache is None else rt.prefix_cache.crossings(scheduled)
+        step_in_flight.capture = (
+            None if rt.prefix_cache is None else rt.prefix_cache.capture(scheduled)
         )
         broken = None if all(s.decode for s in scheduled) else BrokenRows(len(scheduled), device)
-        context = rt.context(build(works, rt.config, device), tap, step_in_flight.sink, broken)
+        context = rt.context(build(works, rt.config, device), tap, step_in_flight.capture, broken)
         spans = logit_spans(works)
         known = known_rows(
             rt,

@@ -54,8 +54,8 @@ def test_nothing_is_left():
         assert (report.pages, report.snapshots, report.snapshot_bytes) == (0, 0, 0)
         assert report.hit_tokens == counted and eng.runtime.pages.free == eng.runtime.pages.size
         assert (
-            not eng.runtime.prefix_cache.keeping.spare
-            and not eng.runtime.prefix_cache.keeping.tails
+            not eng.runtime.prefix_cache.snapshot_policy.spare
+            and not eng.runtime.prefix_cache.snapshot_policy.tails
         )
         check_empty(eng)
     (again,) = eng.generate(LONG[:70], params(most=20))

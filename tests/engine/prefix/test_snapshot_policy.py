@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from properties.small import small_engine, stream
 
 from deepinfer.cache.prefix_index import SnapshotStore
-from deepinfer.engine.prefix.snapshot_policy import Keeping
+from deepinfer.engine.prefix.snapshot_policy import SnapshotPolicy
 from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed
 
@@ -128,7 +128,7 @@ def test_the_same_prompt_and_the_next_turn_find_one(n, drafts):
     eng = engine("one layer", verifier=Fixed(drafts), **how)
     p = params(most=40)
     (first,) = eng.generate(LONG[:n], p)
-    spare = eng.runtime.prefix_cache.keeping.spare
+    spare = eng.runtime.prefix_cache.snapshot_policy.spare
     assert eng.cache.snapshots - len(spare) <= OWN and bound(n) in (0, *positions(eng, LONG[:n]))
     last = (n + 39) // PAGE * PAGE  # the last token has no row
     turn = [*LONG[:n], *first.token_ids, *tail(1, 30)]
@@ -194,10 +194,10 @@ def test_one_that_gave_way_and_lost_its_pages_is_computed_again_in_chunks(page, 
     "per_request, stride", [(0, 0), (1, 8), (2, 8), (3, 4), (6, 4), (7, 2), (15, 1)]
 )
 def test_spare_ones_lie_at_powers_of_two_and_fit_the_share(per_request, stride):
-    keeping = Keeping(SnapshotStore(0), PAGE, RESERVE, TAIL + 2 + per_request)
-    assert keeping.stride(15 * PAGE + 3) == stride * PAGE
+    policy = SnapshotPolicy(SnapshotStore(0), PAGE, RESERVE, TAIL + 2 + per_request)
+    assert policy.stride(15 * PAGE + 3) == stride * PAGE
     for length in range(0, 2000, 7):
-        step = keeping.stride(length)
+        step = policy.stride(length)
         assert not step or length // step <= per_request
         if step > PAGE:  # no smaller one fits
             assert length // (step // 2) > per_request
@@ -214,7 +214,7 @@ def test_what_differs_first_anywhere_computes_less_than_a_stride_again(rows):
             num_snapshots=TAIL + 2 + most_spare,
         )
         eng.generate(LONG[:120], params(most=1))
-        stride = eng.runtime.prefix_cache.keeping.stride(120)
+        stride = eng.runtime.prefix_cache.snapshot_policy.stride(120)
         spare = set(range(stride, 121, stride)) if stride else set()
         ends = set(range(bound(120), 121, PAGE))
         assert set(positions(eng)) == spare | ends and len(spare) <= most_spare
@@ -256,19 +256,19 @@ class Bytes:
 
 def test_a_spare_one_never_takes_the_place_of_another_kind():
     store = SnapshotStore(4)
-    keeping = Keeping(store, PAGE, RESERVE, 20)
+    policy = SnapshotPolicy(store, PAGE, RESERVE, 20)
     request = Request(0, LONG[: 3 * PAGE + RESERVE], params(), 0)
     keys = request.prefix.keys = [bytes([i]) for i in range(12)]
 
     def keep(page: int, role: str) -> list[int]:
-        keeping.keep(request, keys, page * PAGE, role, Bytes())
+        policy.keep(request, keys, page * PAGE, role, Bytes())
         return sorted(key[0] + 1 for key in store._held)
 
     assert keep(1, "spare") == [1] and keep(2, "repeat") == [1, 2] and keep(3, "tail") == [1, 2, 3]
     assert keep(4, "spare") == [1, 2, 3, 4]
     assert keep(5, "spare") == [2, 3, 4, 5]  # the oldest spare one goes
     assert keep(6, "branch") == [2, 3, 5, 6]
-    keeping.begin(request, keys, 5 * PAGE, 0)  # now it is spare no more
+    policy.begin(request, keys, 5 * PAGE, 0)  # now it is spare no more
     assert keep(7, "spare") == [2, 3, 5, 6] and store.evicted == 2
     assert keep(8, "tail") == [3, 5, 6, 8]  # the least recently used
 
@@ -294,7 +294,7 @@ def test_a_tail_falls_behind_unless_another_has_it_too():
         eng.step()
     kept = positions(eng)
     assert len(kept) == len(set(kept))
-    stride = eng.runtime.prefix_cache.keeping.stride(40)
+    stride = eng.runtime.prefix_cache.snapshot_policy.stride(40)
     lonely = [p for p in kept if 40 < p < bound(99) and p % (stride or 1)]
     assert len(lonely) <= 1, kept  # where b began behind what a had written
 
@@ -335,17 +335,17 @@ def holds(kinds, budget, rows, seqs, drafts, overlap) -> None:
         num_pages=90,
     )
     added = {eng.add(prompt(k), params(k, 20, (0.0, 0.8)[k % 2])): k for k in kinds}
-    keeping, store = eng.runtime.prefix_cache.keeping, eng.runtime.prefix_cache.snapshots
+    policy, store = eng.runtime.prefix_cache.snapshot_policy, eng.runtime.prefix_cache.snapshots
     while eng.unfinished:
         for c in eng.step():
             same(c, alone(added[c.index], drafts), False)
         check(eng)
         assert store.nbytes <= store.budget
-        assert not keeping.spare.keys() & keeping.tails.keys()
+        assert not policy.spare.keys() & policy.tails.keys()
         for r in eng.runtime.scheduler.running:
             assert len(r.prefix.tail) <= TAIL + (6 + 6 * overlap) // PAGE + 1
     ends = len(positions(eng))
-    assert ends <= len(kinds) * (NEEDED + keeping.most_spare + 1)
+    assert ends <= len(kinds) * (NEEDED + policy.most_spare + 1)
     for k in kinds[-1:]:
         if budget >= NEEDED * len(kinds):
             assert run(eng, prompt(k), params(most=1))[0].cached_tokens == bound(len(prompt(k)))
