@@ -14,7 +14,7 @@ from deepinfer import kernels
 from deepinfer.config import EngineConfig
 from deepinfer.engine import scoring, weights
 from deepinfer.engine.background.background import InBackground
-from deepinfer.engine.background.fair_lock import Turns, in_turn
+from deepinfer.engine.background.fair_lock import FairLock, locked
 from deepinfer.engine.completion import Completion, Completions, StreamedToken, completion, failed
 from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.provenance import facts_of
@@ -74,7 +74,7 @@ class Engine(InBackground):
         self._closed = False
         self._loop: Loop | None = None
         self._traces: list[Trace] = []
-        self._turns = Turns()  # whoever touches the loop does it in turn
+        self._lock = FairLock()  # whoever touches the loop does it in turn
 
     # ------------------------------------------------------------------------------------ making
 
@@ -207,7 +207,7 @@ class Engine(InBackground):
         """
         return self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt).id
 
-    @in_turn
+    @locked
     def step(self) -> list[Completion]:
         """Run one step (nothing, when nothing waits); returns the requests it finished, the id that
         `add` returned as `.index` of each (not those of a Background). With overlap=True a call
@@ -215,7 +215,7 @@ class Engine(InBackground):
         self._step()
         return [self._completion(r.id, r) for r in self._open().hand_out()]
 
-    @in_turn
+    @locked
     def abort(self, id: int) -> Completion:
         """End a request and free what it held; returns what it had emitted. KeyError if unknown."""
         request = self._known(id)
@@ -223,7 +223,7 @@ class Engine(InBackground):
         return self._completion(id, request)
 
     @completes(Sampling, defaults=FORKED)
-    @in_turn
+    @locked
     def fork(
         self, id: int, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
     ) -> int:
@@ -282,7 +282,7 @@ class Engine(InBackground):
         finally:
             self._forget(request)
 
-    @in_turn
+    @locked
     def _add(
         self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
     ) -> Request:
@@ -296,14 +296,14 @@ class Engine(InBackground):
             raise
         return request
 
-    @in_turn
+    @locked
     def _step(self) -> None:
         try:
             self._open().step()
         finally:
             self._requests_changed()
 
-    @in_turn
+    @locked
     def _forget(self, request: Request) -> None:
         if self._loop is not None:
             self._loop.forget(request)
@@ -316,7 +316,7 @@ class Engine(InBackground):
 
     # --------------------------------------------------------------------------- teacher forcing
 
-    @in_turn
+    @locked
     def logits(
         self,
         token_ids: str | Sequence[int],
@@ -392,7 +392,7 @@ class Engine(InBackground):
     def close(self) -> None:
         """Free the cache, drop unfinished requests, a Background's too. Weights live on in other engines."""
         self._close_background()
-        self._turns.run(self._free)
+        self._lock.run(self._free)
 
     def _free(self) -> None:
         loop, self._runtime, self._loop = self._loop, None, None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
-from deepinfer.engine.background.fair_lock import Turns, in_turn
+from deepinfer.engine.background.fair_lock import FairLock, locked
 from deepinfer.engine.prefix.manager import CacheReport
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.runtime import Runtime
@@ -35,7 +35,7 @@ class EngineFacts:
     _runtime: Runtime | None
     _loop: Loop | None
     _closed: bool
-    _turns: Turns
+    _lock: FairLock
 
     def _provenance(self) -> dict[str, object]:
         raise NotImplementedError
@@ -101,7 +101,7 @@ class EngineFacts:
         report = CacheReport() if prefix_cache is None else prefix_cache.report()
         return dataclasses.replace(report, facts=facts_of(self))
 
-    @in_turn
+    @locked
     def clear_cache(self) -> None:
         """Forget every page and snapshot of the prefix cache; what is counted in `cache` counts on.
 

@@ -106,12 +106,12 @@ class Trace:
     def __enter__(self) -> Trace:
         if self in self._engine._traces:
             raise RuntimeError("this trace is already entered: make another with eng.trace(...)")
-        self._engine._turns.run(self._engine._traces.append, self)  # between two steps
+        self._engine._lock.run(self._engine._traces.append, self)  # between two steps
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._engine._turns.run(self._engine._traces.remove, self)
+            self._engine._lock.run(self._engine._traces.remove, self)
         finally:
             if self in self._engine._traces:  # interrupted while it waited
                 self._engine._traces.remove(self)

@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from deepinfer.engine.background.fair_lock import Turns, in_turn
-from deepinfer.engine.background.handle import Bells, Running
+from deepinfer.engine.background.fair_lock import FairLock, locked
+from deepinfer.engine.background.handle import Running, Waiters
 from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineFacts
 from deepinfer.engine.keywords import completes
@@ -57,7 +57,7 @@ class Background:
         self._unwanted: deque[int] = deque()  # to be aborted before the next step
         self._ending: deque[Running | None] = deque()  # finished, and not told yet
         self._ended: Counter[str] = Counter()
-        self._rest = Bells()  # rung when nothing that was added here is left
+        self._rest = Waiters()  # rung when nothing that was added here is left
         self._failure: str | None = None
         self._closed = False
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -84,7 +84,7 @@ class Background:
     ) -> Running:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
-        return self._eng._turns.run(
+        return self._eng._lock.run(
             self._add, prompt, params_list(params, sampling, 1)[0], timeout, salt
         )
 
@@ -116,7 +116,7 @@ class Background:
             raise TypeError(
                 f"fork: want a Running of this background, got {type(running).__name__}"
             )
-        return self._eng._turns.run(self._fork, running, params, sampling)
+        return self._eng._lock.run(self._fork, running, params, sampling)
 
     def _fork(self, running: Running, params: SamplingParams | None, sampling: Any) -> Running:
         self._require_open()
@@ -133,7 +133,7 @@ class Background:
         with wait=True; what was added with `eng.add` stays for `eng.step`. Idempotent."""
         if wait and not self._closed:
             self.drain()
-        self._eng._turns.run(self._end)
+        self._eng._lock.run(self._end)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -237,7 +237,7 @@ def serve(
 ) -> None:
     """The thread. Between two steps it holds neither Background nor engine, so that both can go."""
     while wake.get():
-        while (background := of()) is not None and background._eng._turns.run(background._step):
+        while (background := of()) is not None and background._eng._lock.run(background._step):
             del background
         del background
     eng = engine()
@@ -249,14 +249,14 @@ def serve(
 class InBackground(EngineFacts):
     """The part of an Engine that works with a Background."""
 
-    _turns: Turns
+    _lock: FairLock
     _loop: Loop | None
     _watcher: weakref.ref[Background] | None = None
 
     def _open(self) -> Loop:
         raise NotImplementedError
 
-    @in_turn
+    @locked
     def background(self) -> Background:
         """Start a thread that steps this engine, so that a cell can add requests while others run:
 
@@ -303,7 +303,7 @@ class InBackground(EngineFacts):
         iterator.
         """
         one = params_list(params, sampling, 1)[0]
-        return aiter(self._turns.run(self._running, prompt, one, timeout, salt))
+        return aiter(self._lock.run(self._running, prompt, one, timeout, salt))
 
     def _running(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
         live = self._background or self._start(lasting=False)

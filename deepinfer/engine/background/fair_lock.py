@@ -1,4 +1,4 @@
-"""Turns: one thread at a time touches an engine's loop, in the order of asking.
+"""FairLock: one thread at a time touches an engine's loop, in the order of asking.
 
 With a background engine running, every call from a cell waits for the step that runs and for who
 asked before it: the stepping thread asks anew for each step, so that it cannot keep a cell out.
@@ -16,7 +16,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class Turns:
+class FairLock:
     """A lock that is fair and can be taken again by who has it.
 
     Exclusion is one lock of the interpreter's, held in a `with`, so that an interrupt at any line
@@ -51,11 +51,11 @@ class Turns:
             self._inside.discard(me)
 
 
-def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorator: the method runs in its thread's turn at `self._turns`."""
+def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorator: the method runs in its thread's turn at `self._lock`."""
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._turns.run(method, self, *args, **kwargs)
+        return self._lock.run(method, self, *args, **kwargs)
 
     return call

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.engine.background.background import Background
 
 
-class Bells:
+class Waiters:
     """Who waits for news hangs up a bell, and whoever has news rings them all. Nobody holds a lock
     while waiting, so an interrupt of one thread can't stop another."""
 
@@ -76,7 +76,7 @@ class Running:
         self._committed = 0  # tokens that can be read
         self._finished = False
         self._fault: BaseException | None = None  # of a step, not of this request
-        self._news, self._end = Bells(), Bells()
+        self._news, self._end = Waiters(), Waiters()
         self._completion: Completion | None = None
 
     @property
@@ -121,7 +121,7 @@ class Running:
     def abort(self) -> Completion:
         """End it now, unless it has finished; returns what it had emitted."""
         background = self._background
-        background._eng._turns.run(background._eng._forget, self._request)
+        background._eng._lock.run(background._eng._forget, self._request)
         return self.result()
 
     def __iter__(self) -> Iterator[StreamedToken]:

@@ -16,7 +16,7 @@ from engine.pool import check, check_empty
 from properties.small import small_engine, stream
 
 import deepinfer as di
-from deepinfer.engine.background.fair_lock import Turns
+from deepinfer.engine.background.fair_lock import FairLock
 from deepinfer.engine.device import SimulatedDevice
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.sampler import Philox
@@ -86,7 +86,7 @@ def elsewhere(work) -> None:
 
 def at_once(eng, looked_at) -> None:
     """Look at an engine between two steps."""
-    eng._turns.run(looked_at, eng)
+    eng._lock.run(looked_at, eng)
 
 
 # ----------------------------------------------------------------------------------- the same text
@@ -180,7 +180,7 @@ def test_a_trace_begins_and_ends_between_two_steps():
         with eng.trace("logits"):
             assert len(eng._traces) == 1
 
-    stepper = threading.Thread(target=eng._turns.run, args=(step,))
+    stepper = threading.Thread(target=eng._lock.run, args=(step,))
     stepper.start()
     assert entered.wait(SOON)
     threading.Timer(0.05, leave.set).start()
@@ -388,7 +388,7 @@ def test_a_cell_waits_for_one_step_at_most():
 
 
 def test_turns_are_taken_in_the_order_of_asking():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def ask(n):
         turns.run(lambda: turns.run(order.append, n))  # again, by who has it
@@ -409,7 +409,7 @@ def test_turns_are_taken_in_the_order_of_asking():
 
 
 def test_who_is_interrupted_in_the_queue_lets_nobody_in():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     entered, leave = threading.Event(), threading.Event()
 
     def hold():

@@ -21,7 +21,7 @@ from experiments.replay_error.floors import floors
 from experiments.replay_error.passages import Passages, last, passages
 from experiments.replay_error.stairs import Stairs
 from experiments.replay_error.tables import pairs
-from experiments.replay_error.turns import Turns, chained, fresh, turn_engine, turn_error
+from experiments.replay_error.turns import FairLock, chained, fresh, turn_engine, turn_error
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_pairs_are_over_the_same_texts():
 
 # -------------------------------------------------------------------------------------------- turns
 
-TURNS = Turns.of(first=40, turns=3, step=24, reply=12)
+TURNS = FairLock.of(first=40, turns=3, step=24, reply=12)
 
 
 def exact_turns(rt, ids):

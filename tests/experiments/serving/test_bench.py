@@ -217,6 +217,6 @@ def test_calls_take_turns():
     said = []
     clock = iter(range(100))
     calls = (lambda: said.append("a"), lambda: said.append(next(clock)))  # the second takes longer
-    took = setup.in_turn(calls, 2, lambda: float(next(clock)))
+    took = setup.locked(calls, 2, lambda: float(next(clock)))
     assert [s for s in said if s == "a"] == ["a", "a"] and said[0] == "a" != said[1]
     assert took == [[1, 1], [2, 2]]
