@@ -1,4 +1,4 @@
-"""How a Background and a Running look in a terminal and in a notebook. No clock value is shown."""
+"""How a Background and a RequestHandle look in a terminal and in a notebook. No clock value is shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepinfer.display.numbers import counted
 
 if TYPE_CHECKING:
     from deepinfer.engine.background.background import Background
-    from deepinfer.engine.background.handle import Running
+    from deepinfer.engine.background.handle import RequestHandle
     from deepinfer.engine.request import Request
 
 SHOWN_REQUESTS = 20
@@ -39,18 +39,18 @@ def background_html(b: Background) -> str:
     return html.card("Background", *body, note=_counts(b))
 
 
-def running_text(r: Running) -> str:
+def running_text(r: RequestHandle) -> str:
     """Its state, and the end of its text so far."""
-    text, head = r.text, f"Running {r.id}: {_state(r)}"
+    text, head = r.text, f"RequestHandle {r.id}: {_status(r)}"
     return f"{head}, {_tail(text)!r}" if text else head
 
 
-def running_html(r: Running) -> str:
+def running_html(r: RequestHandle) -> str:
     text = [html.code(_tail(r.text))] if r.text else []
-    return html.card(f"Running {r.id}", *text, note=_state(r))
+    return html.card(f"RequestHandle {r.id}", *text, note=_status(r))
 
 
-def _state(r: Running) -> str:
+def _status(r: RequestHandle) -> str:
     state = f"finished ({r.status})" if r.done else r.status
     return f"{state}, {counted(len(r.token_ids), 'token')}"
 
@@ -61,9 +61,9 @@ def _tail(text: str) -> str:
 
 def _counts(b: Background) -> str:
     owned: list[Request] = list(b._owned.values())
-    running = sum(r.status == "running" for r in owned)
+    handle = sum(r.status == "running" for r in owned)
     ended = ", ".join(f"{n} {reason}" for reason, n in sorted(b._ended.items()))
-    parts = [f"{running} running", f"{len(owned) - running} waiting"]
+    parts = [f"{handle} running", f"{len(owned) - handle} waiting"]
     return ", ".join([*(["closed"] if b.closed else parts), f"{b._ended.total()} ended"]) + (
         f" ({ended})" if ended else ""
     )

@@ -27,7 +27,7 @@ class TokenStep:
 class Completion:
     """The result of one prompt. text and token_ids are the output alone; logprobs[i] is the model's
     log-probability (temperature 1, after masks) of token i; steps[i] says where it came from.
-    index: the place of its prompt in what `generate` was given; from `step`, `abort` or a Running,
+    index: the place of its prompt in what `generate` was given; from `step`, `abort` or a RequestHandle,
     the request id. error is set, and finish_reason 'error', where the request failed; what it had
     emitted stays. cached_tokens: tokens of the prompt that the prefix cache had, so that they were
     not computed."""

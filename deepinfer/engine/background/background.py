@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from deepinfer.engine.background.fair_lock import FairLock, locked
-from deepinfer.engine.background.handle import Running, Waiters
+from deepinfer.engine.background.handle import RequestHandle, Waiters
 from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineFacts
 from deepinfer.engine.keywords import completes
@@ -53,9 +53,11 @@ class Background:
         self._eng = eng
         self._lasting = lasting  # asked for by the user, not only by a stream
         self._owned: dict[int, Request] = {}  # added here and not finished
-        self._handles: weakref.WeakValueDictionary[int, Running] = weakref.WeakValueDictionary()
+        self._handles: weakref.WeakValueDictionary[int, RequestHandle] = (
+            weakref.WeakValueDictionary()
+        )
         self._unwanted: deque[int] = deque()  # to be aborted before the next step
-        self._ending: deque[Running | None] = deque()  # finished, and not told yet
+        self._ending: deque[RequestHandle | None] = deque()  # finished, and not told yet
         self._ended: Counter[str] = Counter()
         self._rest = Waiters()  # rung when nothing that was added here is left
         self._failure: str | None = None
@@ -81,14 +83,14 @@ class Background:
         timeout: float | None = None,
         salt: str | None = None,
         **sampling: Unpack[Sampling],
-    ) -> Running:
+    ) -> RequestHandle:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
         return self._eng._lock.run(
             self._add, prompt, params_list(params, sampling, 1)[0], timeout, salt
         )
 
-    def _add(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
+    def _add(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> RequestHandle:
         self._require_open()
         return self._own(self._eng._add(prompt, params, timeout, salt))
 
@@ -96,33 +98,38 @@ class Background:
         if self._closed:
             raise RuntimeError("this background is closed: make another with eng.background()")
 
-    def _own(self, request: Request) -> Running:
+    def _own(self, request: Request) -> RequestHandle:
         try:
-            running = Running(self, request)
-            self._handles[request.id] = running
+            handle = RequestHandle(self, request)
+            self._handles[request.id] = handle
             self._owned[request.id] = request
-            return running
+            return handle
         except BaseException:  # an interrupt: nobody would wait for it
             self._eng._forget(request)
             raise
 
     @completes(Sampling, defaults=FORKED)
     def fork(
-        self, running: Running, params: SamplingParams | None = None, **sampling: Unpack[Sampling]
-    ) -> Running:
+        self,
+        handle: RequestHandle,
+        params: SamplingParams | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> RequestHandle:
         """Queue another request that goes on from all that `running` has so far; params, sampling
-        and errors as of `eng.fork`. ValueError for a Running of another Background."""
-        if not isinstance(running, Running):
+        and errors as of `eng.fork`. ValueError for a RequestHandle of another Background."""
+        if not isinstance(handle, RequestHandle):
             raise TypeError(
-                f"fork: want a Running of this background, got {type(running).__name__}"
+                f"fork: want a RequestHandle of this background, got {type(handle).__name__}"
             )
-        return self._eng._lock.run(self._fork, running, params, sampling)
+        return self._eng._lock.run(self._fork, handle, params, sampling)
 
-    def _fork(self, running: Running, params: SamplingParams | None, sampling: Any) -> Running:
+    def _fork(
+        self, handle: RequestHandle, params: SamplingParams | None, sampling: Any
+    ) -> RequestHandle:
         self._require_open()
-        if running._background is not self:
-            raise ValueError(f"fork: {running!r} is of another background: fork it there")
-        return self._own(self._eng._fork(running.id, params, sampling))
+        if handle._background is not self:
+            raise ValueError(f"fork: {handle!r} is of another background: fork it there")
+        return self._own(self._eng._fork(handle.id, params, sampling))
 
     def drain(self) -> None:
         """Wait until all that was added here has finished. An interrupt leaves it running."""
@@ -196,7 +203,7 @@ class Background:
 
     def _collect(self, fault: BaseException | None = None) -> None:
         """In turn, after all that may have changed a request: what was added here belongs to its
-        Running, so `eng.step` does not hand it out."""
+        RequestHandle, so `eng.step` does not hand it out."""
         try:
             for request in list(self._owned.values()):
                 handle = self._handles.get(request.id)
@@ -267,7 +274,7 @@ class InBackground(EngineFacts):
 
         The end of the block waits for what has not finished, and so do `drain()` and
         `close(wait=True)`; an error or an interrupt in the block, and `close()`, abort it. Leaving
-        a loop over a Running's tokens before the end aborts that request. The id in `running.id`
+        a loop over a RequestHandle's tokens before the end aborts that request. The id in `running.id`
         is the one of `eng.requests`.
 
         Everything else of the engine stays usable meanwhile, from any thread: a call waits for the
@@ -305,7 +312,9 @@ class InBackground(EngineFacts):
         one = params_list(params, sampling, 1)[0]
         return aiter(self._lock.run(self._running, prompt, one, timeout, salt))
 
-    def _running(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> Running:
+    def _running(
+        self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any
+    ) -> RequestHandle:
         live = self._background or self._start(lasting=False)
         return live._add(prompt, params, timeout, salt)
 

@@ -1,4 +1,4 @@
-"""Running: a request that a background engine runs, to wait for, read from, or end.
+"""RequestHandle: a request that a background engine runs, to wait for, read from, or end.
 
 running.result()                   # a Completion, once it has finished
 for token in running: ...          # StreamedTokens as they are committed
@@ -67,7 +67,7 @@ def answer(bell: asyncio.Future[None]) -> None:
         bell.set_result(None)
 
 
-class Running:
+class RequestHandle:
     """One request of a Background. `result`, iteration and `await` may be used together, from any
     number of threads and event loops."""
 
@@ -215,30 +215,30 @@ class Running:
 
 
 class AsyncTokens:
-    """The tokens of a Running as they are committed, an async iterator. The request is aborted
+    """The tokens of a RequestHandle as they are committed, an async iterator. The request is aborted
     where it is closed or dropped before the end, or its task is cancelled. `aclose` waits for its
     end; the other two do not, so it may run until the end of the step that is running."""
 
-    def __init__(self, running: Running) -> None:
-        self._running, self._read, self._shown = running, running._reader(), 0
+    def __init__(self, handle: RequestHandle) -> None:
+        self._running, self._read, self._shown = handle, handle._reader(), 0
         self._over = False
 
     def __aiter__(self) -> AsyncTokens:
         return self
 
     async def __anext__(self) -> StreamedToken:
-        running = self._running
+        handle = self._running
         if self._over:
             raise StopAsyncIteration
         try:
-            await running._news.heard(lambda: running._beyond(self._shown))
+            await handle._news.heard(lambda: handle._beyond(self._shown))
         except BaseException:  # cancelled, which is not held up
             self._over = True
-            running._give_up()
+            handle._give_up()
             raise
-        if self._shown == running._committed:
+        if self._shown == handle._committed:
             self._over = True
-            running._raise()
+            handle._raise()
             raise StopAsyncIteration
         self._shown += 1
         return self._read(self._shown - 1)

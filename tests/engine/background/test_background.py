@@ -341,7 +341,7 @@ def test_fork_of_a_running_goes_on_from_its_tokens_and_is_a_running():
         parent.abort()
         with pytest.raises(KeyError, match=f"no request {parent.id}: it has ended"):
             bg.fork(parent)
-        with pytest.raises(TypeError, match="want a Running of this background, got int"):
+        with pytest.raises(TypeError, match="want a RequestHandle of this background, got int"):
             bg.fork(parent.id)
         with (
             eng.with_().background() as other,
@@ -741,12 +741,12 @@ def test_what_a_cell_shows(monkeypatch):
         assert repr(bg) == "Background(0 running, 30 waiting, 0 ended)"
         shown = bg._repr_html_()
         assert "waiting" in shown and "0 of at most 3" in shown and "and 10 more requests" in shown
-        assert repr(runs[3]) == "Running 3: waiting, 0 tokens"
+        assert repr(runs[3]) == "RequestHandle 3: waiting, 0 tokens"
         assert "waiting" in runs[3]._repr_html_()
         monkeypatch.undo()
         bg._wake.put(True)
         text = runs[3].result(SOON).text
-        assert repr(runs[3]) == f"Running 3: finished (length), 3 tokens, {text!r}"
+        assert repr(runs[3]) == f"RequestHandle 3: finished (length), 3 tokens, {text!r}"
         assert "finished (length)" in runs[3]._repr_html_()
         bg.drain()
         assert repr(bg) == "Background(0 running, 0 waiting, 30 ended (30 length))"
