@@ -20,7 +20,7 @@ Rows of a draft that was not accepted lie above `computed` and are in no registe
 
 Nothing is served whose numbers nobody has seen finite. A decode row has been seen: its token is
 emitted only if its logits are finite, and what is not finite in a row stays so up to its logits.
-Every row of a prefill chunk has too (`BrokenRows`). A request with one that is not finite ends, and
+Every row of a prefill chunk has too (`NonFiniteRows`). A request with one that is not finite ends, and
 the pages that it took over are suspects like its own: nobody else begins there until they are
 computed again.
 """

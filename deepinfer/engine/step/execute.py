@@ -20,8 +20,8 @@ from deepinfer.engine.step.decode_inputs import (
     SamplingRows,
     resolve,
 )
-from deepinfer.engine.step.grammar_mask import legal_mask
-from deepinfer.engine.step.non_finite import BrokenRows
+from deepinfer.engine.step.grammar_mask import grammar_mask
+from deepinfer.engine.step.non_finite import NonFiniteRows
 from deepinfer.model.context import ForwardContext
 from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target
 from deepinfer.slots.results import expect
@@ -39,7 +39,7 @@ class StepInputs:
     sampling_requests: SamplingRequests
     sampling_rows: SamplingRows | None
     wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
-    broken: BrokenRows | None
+    broken: NonFiniteRows | None
     draft: ForwardContext | None
     drafting: Tensor | None
     top: int
@@ -88,7 +88,7 @@ def sample(
     params, _ = plan.sampling_requests.rows(e.owner)
     mask, errors = None, {}
     if any(r.grammar is not None for r in plan.sampling_requests.requests):
-        mask, errors = legal_rows(plan.sampling_requests, e, q, rt.config.vocab_size)
+        mask, errors = grammar_masks(plan.sampling_requests, e, q, rt.config.vocab_size)
     keys = e.keys(plan.sampling_requests.seeds)
     dist = rt.sampler.distribution(chosen, params, mask)
     sampled = rt.sampler.draw(dist, keys)
@@ -107,13 +107,13 @@ def sample(
     return accepted, target, errors
 
 
-def legal_rows(
+def grammar_masks(
     sampling_requests: SamplingRequests, e: SamplingRows, q: int, vocab: int
 ) -> tuple[Tensor | None, dict[int, Exception]]:
     """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it."""
     rows, drafts = e.rows.tolist(), e.drafts.tolist()
     verified = [tuple(d[: n - 1]) for d, n in zip(drafts, rows)]
-    mask, errors = legal_mask(list(sampling_requests.requests), verified, vocab, e.rows.device)
+    mask, errors = grammar_mask(list(sampling_requests.requests), verified, vocab, e.rows.device)
     if mask is not None and mask.shape[0] < q:
         mask = torch.cat([mask, mask.new_ones(q - mask.shape[0], vocab)])  # padding
     return mask, errors

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer.engine.request import Request
 
 
-def legal_mask(
+def grammar_mask(
     requests: list[Request], drafts: list[tuple[int, ...]], vocab: int, device: torch.device
 ) -> tuple[Tensor | None, dict[int, Exception]]:
     """(mask [q, v] True = legal, flat rows in order; errors by request id). None where nothing is

@@ -25,7 +25,7 @@ from deepinfer.engine.step.decode_inputs import (
     known_rows,
 )
 from deepinfer.engine.step.execute import StepInputs
-from deepinfer.engine.step.non_finite import BrokenRows
+from deepinfer.engine.step.non_finite import NonFiniteRows
 from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.model.context import ForwardContext, Tap
 from deepinfer.slots.results import expect
@@ -82,7 +82,7 @@ def prepare(
         step_in_flight.capture = (
             None if rt.prefix_cache is None else rt.prefix_cache.capture(scheduled)
         )
-        broken = None if all(s.decode for s in scheduled) else BrokenRows(len(scheduled), device)
+        broken = None if all(s.decode for s in scheduled) else NonFiniteRows(len(scheduled), device)
         context = rt.context(build(works, rt.config, device), tap, step_in_flight.capture, broken)
         spans = logit_spans(works)
         known = known_rows(

@@ -1,4 +1,4 @@
-"""BrokenRows: the rows of prefill chunks that are not finite, found on the device.
+"""NonFiniteRows: the rows of prefill chunks that are not finite, found on the device.
 
 Where a row has logits they are looked at when they are sampled. Most rows of a prompt have none,
 and a NaN in one reaches the last row only if a later row has it in its window or selects it. So
@@ -20,7 +20,7 @@ from deepinfer.slots.protocols import RowSet
 NONE = torch.iinfo(torch.long).max  # no row is broken
 
 
-class BrokenRows:
+class NonFiniteRows:
     """Called by the model with rows where they end (`ForwardContext.row_check`). lowest: [b]
     position of the first row of each sequence that is not finite, NONE where all are."""
 

@@ -17,7 +17,7 @@ from properties.small import DRAFTS, small_engine, stream
 from properties.test_replay_plans import Twice
 
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step.non_finite import NONE, BrokenRows
+from deepinfer.engine.step.non_finite import NONE, NonFiniteRows
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import RowSet
@@ -177,13 +177,13 @@ def test_a_row_that_is_dropped_is_looked_at_where_it_ends(policy, runs):
 
 
 def test_no_decode_step_looks(clean, monkeypatch):
-    looked, look = [], BrokenRows.__call__
+    looked, look = [], NonFiniteRows.__call__
 
     def watched(self, x, rows):
         looked.append(rows.count)
         look(self, x, rows)
 
-    monkeypatch.setattr(BrokenRows, "__call__", watched)
+    monkeypatch.setattr(NonFiniteRows, "__call__", watched)
     eng = engine(verifier=Fixed(DRAFTS))
     assert eng.generate(LONG, PARAMS)[0].token_ids == clean[0]
     assert looked == [16, 16, 16, 16, 6] and eng.stats.decode_rows >= 4
@@ -250,7 +250,7 @@ def rows_of(positions, seq, seqs):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_the_lowest_position_of_each_sequence(value, dtype):
-    look = BrokenRows(3, torch.device("cpu"))
+    look = NonFiniteRows(3, torch.device("cpu"))
     rows = rows_of([4, 5, 6, 9, 10, 0, 2], [0, 0, 0, 2, 2, 1, -1], 3)
     x = torch.full((7, 4, 3), torch.finfo(dtype).max, dtype=dtype)  # finite, and no sum of it is
     look(x, rows)
