@@ -1,4 +1,4 @@
-"""EngineFacts: what an engine is, has and has done, for reading. Only `clear_cache` changes it."""
+"""EngineInspection: what an engine is, has and has done, for reading. Only `clear_cache` changes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepinfer.tables.table import Table
 
 
-class EngineFacts:
+class EngineInspection:
     """The readable part of an Engine."""
 
     _shared: weights.Weights

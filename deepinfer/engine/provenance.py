@@ -13,10 +13,10 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.tables.provenance import Facts
 
 if TYPE_CHECKING:
-    from deepinfer.engine.inspection import EngineFacts
+    from deepinfer.engine.inspection import EngineInspection
 
 
-def of_engine(eng: EngineFacts) -> dict[str, object]:
+def of_engine(eng: EngineInspection) -> dict[str, object]:
     """What a measurement with `eng` depends on, for `Table(provenance=...)`.
 
     weights: the engine's fingerprint. config: a hash of the model's config. slots: their reprs.
@@ -25,7 +25,7 @@ def of_engine(eng: EngineFacts) -> dict[str, object]:
     return facts_of(eng)()
 
 
-def facts_of(eng: EngineFacts) -> Facts:
+def facts_of(eng: EngineInspection) -> Facts:
     """What makes the facts of an engine when they are asked for, without holding its weights."""
     dtype = str(eng.model.dtype).removeprefix("torch.")
     return functools.partial(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from deepinfer.engine.background.fair_lock import FairLock, locked
 from deepinfer.engine.background.handle import RequestHandle, Waiters
 from deepinfer.engine.completion import StreamedToken
-from deepinfer.engine.inspection import EngineFacts
+from deepinfer.engine.inspection import EngineInspection
 from deepinfer.engine.keywords import completes
 from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
@@ -253,7 +253,7 @@ def serve(
             eng._forget(request)
 
 
-class InBackground(EngineFacts):
+class InBackground(EngineInspection):
     """The part of an Engine that works with a Background."""
 
     _lock: FairLock
