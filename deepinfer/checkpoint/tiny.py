@@ -2,7 +2,7 @@
 
 It knows nothing, but it is not noise either: activations, attention and routing are strong enough
 that each mechanism (sinks, window, selection, candidates, clamp, biases, n-gram memory, mixing)
-moves the logits far more than rounding does, and the drafter shares a bigram law with the model, so
+moves the logits far more than rounding does, and the drafter shares a bigram distribution with the model, so
 that drafts are accepted sometimes and rejected sometimes.
 """
 
@@ -136,7 +136,7 @@ _GAIN = {
     "w2.weight": 0.25,
     "confidence_head.proj.weight": 0.2,
 }
-_BIGRAM = 0.55  # size of the bigram law in the logits, which the drafter knows too
+_BIGRAM = 0.55  # size of the bigram distribution in the logits, which the drafter knows too
 _SHOWN = 2.5  # how much the directions of the embedding that it reads stand out
 _QUIET = 0.3  # of the output rows of tokens that should rarely be written
 
@@ -181,7 +181,7 @@ def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _share_bigrams(config: ModelConfig, state: dict[str, Tensor], seed: int) -> None:
-    """Give model and drafter a common law of which token follows which.
+    """Give model and drafter a common distribution of which token follows which.
 
     A few directions of the embedding, `seen` "r d", stand out and decide through `likes` "v r". The
     model applies both to its last hidden state, in which the embedding of the token still shows;

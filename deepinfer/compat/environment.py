@@ -255,7 +255,12 @@ VARIABLES: tuple[Variable, ...] = (
         False,
         "no sampler returns the mass below a token; use top_logprobs, or one of your own",
     ),
-    _refused("SAMPLER_FORCE_TOPK", "int", 0, "laws are kept over the whole vocabulary; use top_k"),
+    _refused(
+        "SAMPLER_FORCE_TOPK",
+        "int",
+        0,
+        "distributions are kept over the whole vocabulary; use top_k",
+    ),
     _refused(
         "DECODE_TOKEN_BLACKLIST",
         "str",

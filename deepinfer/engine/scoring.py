@@ -113,7 +113,7 @@ class Score:
 
 
 def score(logits: Tensor, ids: list[int], first: int, tokenizer) -> Score:
-    """The Score of ids[first:], whose laws are the rows of logits [len(ids) - first, v]."""
+    """The Score of ids[first:], whose distributions are the rows of logits [len(ids) - first, v]."""
     wanted = torch.tensor(ids[first:], device=logits.device)
     logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
     return Score(tuple(ids), first, tuple(logprobs.tolist()), byte_count(tokenizer, ids[first:]))

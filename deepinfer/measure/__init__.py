@@ -9,7 +9,7 @@ import importlib
 _WHERE = {
     "ReplayReport": "deepinfer.measure.replay.report:ReplayReport",
     "Table": "deepinfer.tables.table:Table",
-    "law_error": "deepinfer.measure.dist_error:law_error",
+    "dist_error": "deepinfer.measure.distributions:dist_error",
     "logits_error": "deepinfer.measure.replay.error:logits_error",
     "prefill_cost": "deepinfer.measure.replay.cost:prefill_cost",
     "replay_divergence": "deepinfer.measure.replay.divergence:replay_divergence",

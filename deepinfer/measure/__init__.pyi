@@ -1,6 +1,6 @@
 """The public names of `di.measure`, for editors and type checkers. The run-time list is `_WHERE`."""
 
-from deepinfer.measure.dist_error import law_error as law_error
+from deepinfer.measure.distributions import dist_error as dist_error
 from deepinfer.measure.replay.cost import prefill_cost as prefill_cost
 from deepinfer.measure.replay.divergence import replay_divergence as replay_divergence
 from deepinfer.measure.replay.error import logits_error as logits_error

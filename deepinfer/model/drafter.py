@@ -7,7 +7,7 @@
     tokens    base_k = head(norm(h_k)); logits_k = base_k + markov.head(markov.embed[prev]);
               conf_k = sigmoid(w . [h_k ; markov.embed[prev]]) with h_k before the norm
 Row k predicts position a+2+k. Drafts are drawn with the key of the position they predict, the same
-key the target uses there, so that equal laws give equal tokens.
+key the target uses there, so that equal distributions give equal tokens.
 
 A draft step reads the context from an engine's cache, or from a `SequenceContext`: the keys of whole
 sequences as one forward made them, which a gradient can pass (training, one-shot checks).

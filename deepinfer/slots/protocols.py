@@ -345,7 +345,7 @@ class RowKeys:
 
 @dataclass(frozen=True, slots=True)
 class Dist:
-    """The one law of a row: draw, log-probabilities and acceptance all use it.
+    """The one distribution of a row: draw, log-probabilities and acceptance all use it.
 
     probs: [t, v] FP64 after temperature, top-k, top-p and mask (greedy: one-hot); logprobs: [t, v]
     log-softmax of the masked logits at temperature 1 (what is reported); finite: [t] bool, False for
@@ -405,7 +405,7 @@ class Grammar(Protocol):
 @dataclass(frozen=True, slots=True)
 class Draft:
     """tokens: [b, n] long (-1 none); confidence: [b, n] estimated conditional acceptance; logprobs:
-    of the tokens under the drafter's law; dists: the n laws they were drawn from ([b, v] each),
+    of the tokens under the drafter's distribution; dists: the n they were drawn from ([b, v] each),
     kept only for a verifier whose rule needs them."""
 
     tokens: Int[Tensor, "b n"]
@@ -416,7 +416,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target's side of a verification. dist: flat laws [q, v]; sampled: the target's own draw at
+    """The target's side of a verification. dist: flat [q, v]; sampled: the target's own draw at
     each row; rows: [b, n+1] index into them (row 0 the anchor row, -1 not verified); keys: per flat row."""
 
     dist: Dist

@@ -9,7 +9,7 @@ from properties.small import DRAFTS, WINDOW, small_engine, stream
 from properties.test_replay_plans import KEEP, Last, Twice
 
 import deepinfer as di
-from deepinfer.measure.dist_error import law_error
+from deepinfer.measure.distributions import dist_error
 from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
 from deepinfer.measure.replay.error import measuring_engine, plan_of
@@ -75,7 +75,7 @@ def test_passage_rows_are_those_logits_metered(eng, report):
         other = eng.with_(replay=POLICIES[name])
         for i, ids in enumerate(TEXTS[:2]):
             p, q = (e.logits(ids, prompt=PROMPT)[PROMPT - 1 : -1] for e in (eng, other))
-            want = law_error(p, q, ids[PROMPT:])
+            want = dist_error(p, q, ids[PROMPT:])
             row = report.passages.where(policy=name, text=i)[0]
             assert row["kl"] == pytest.approx(float(want.kl.mean()), abs=1e-10)
             assert row["nats_q"] == pytest.approx(float(want.nats_q.sum()), abs=1e-9)
@@ -348,7 +348,7 @@ def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
         eng, [ids], {"both": policy, "decoder": Last(keep=KEEP)}, PROMPT, MORE, hit=hit
     )
     p = eng.logits(ids, prompt=PROMPT)[PROMPT - 1 : -1]
-    want = law_error(p, got[0].logits, ids[PROMPT:]).kl
+    want = dist_error(p, got[0].logits, ids[PROMPT:]).kl
     kl = {row["policy"]: row["kl"] for row in report.summary()}
     assert kl["both"] == pytest.approx(float(want.mean()), abs=1e-10)
     assert kl["both"] != kl["decoder"] > 0

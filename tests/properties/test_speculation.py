@@ -212,7 +212,7 @@ def law_after(eng, ids: list[int], setting) -> torch.Tensor:
         *(torch.tensor([float(x)], dtype=torch.float64) for x in (p.temperature, p.top_p)),
         torch.tensor([p.top_k]),
     )
-    return law(eng.logits(ids)[-1:], row).probs[0]
+    return distribution(eng.logits(ids)[-1:], row).probs[0]
 
 
 # --------------------------------------------------------------------------- the drafter's context

@@ -27,7 +27,7 @@ def keys(seeds, positions=None):
     return RowKeys(seeds, positions)
 
 
-def plain_law(logits, temperature, top_p, top_k):
+def plain_distribution(logits, temperature, top_p, top_k):
     """Probabilities of one row by the definition, on Python floats; None where rounding decides."""
     v = len(logits)
     order = sorted(range(v), key=lambda i: (-logits[i], i))

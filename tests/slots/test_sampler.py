@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from slots.laws import chi_square_fits, keys, params, plain_law
+from slots.laws import chi_square_fits, keys, params, plain_distribution
 
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys
@@ -42,7 +42,7 @@ def test_law_is_the_definition(logits, data):
     rows = [data.draw(row_params) for _ in logits]
     dist = S.distribution(logits, params(rows))
     for x, p, got in zip(logits.tolist(), rows, dist.probs):
-        want = plain_law(x, *p)
+        want = plain_distribution(x, *p)
         assume(want is not None)
         assert [g > 0 for g in got.tolist()] == [w > 0 for w in want]
         assert torch.allclose(got, torch.tensor(want).double(), atol=1e-12)

@@ -108,11 +108,11 @@ def test_rows_that_did_not_run(rule, n, b, data):
     for i, d in enumerate(depth):
         for j in range(d + 1):
             forced[rows[i, j]] = tokens[i, j] if j < n and tokens[i, j] >= 0 else 2
-    law = dist(torch.tensor([P] * flat).reshape(flat, 3))
+    distribution = dist(torch.tensor([P] * flat).reshape(flat, 3))
     k = keys(torch.arange(flat))
     out = Fixed(n, rule=rule).accept(
         Draft(tokens, torch.ones(b, n), torch.zeros(b, n), draft.dists),
-        Target(law, Sampled(forced, law.probs[:, 0]), rows, k),
+        Target(distribution, Sampled(forced, distribution.probs[:, 0]), rows, k),
     )
     assert out.tokens.shape == (b, n + 1)
     for i in range(b):

@@ -15,7 +15,7 @@ from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step.awaits import InFlightStep, StepOutput
+from deepinfer.engine.step.in_flight import InFlightStep, StepOutput
 from deepinfer.engine.step.launch import require_rows
 from deepinfer.engine.step.non_finite import NONE
 from deepinfer.engine.step.speculation import PendingDraft
@@ -180,7 +180,7 @@ def emit(rt: Runtime, request: Request, v: HostOutput, e: int, record: StepRecor
 
 def set_pending_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: list[int]) -> None:
     """Every request that goes on holds its next draft."""
-    laws = step_in_flight.carried.laws if step_in_flight.carried is not None else ()
+    dists = step_in_flight.carried.dists if step_in_flight.carried is not None else ()
     for e in step_in_flight.drafting:
         request = step_in_flight.scheduled[step_in_flight.sampling_requests[e]].request
         if request.finished or step_in_flight.sampling_requests[e] not in landing:
@@ -192,7 +192,7 @@ def set_pending_drafts(step_in_flight: InFlightStep, v: HostOutput, landing: lis
             tuple(v.confidence[e]),
             tuple(v.survival[e]),
             stale,
-            tuple((d.probs[e], d.logprobs[e]) for d in laws),
+            tuple((d.probs[e], d.logprobs[e]) for d in dists),
         )
 
 

@@ -21,7 +21,7 @@ from deepinfer.engine.device import put
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
-from deepinfer.engine.step.awaits import Carried, InFlightStep
+from deepinfer.engine.step.in_flight import Carried, InFlightStep
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
@@ -55,7 +55,7 @@ class SamplingRequests:
 class SamplingRows:
     """Where they emit. at: [q] rows of the logits that are sampled, None = all; owner, depth: [q]
     the emitter of each and how many drafts are before it; first, rows: [e] the emitter's first one
-    and how many; drafts: [e, w] verified (-1 none), with their laws; recent [e, g], length [e], out
+    and how many; drafts: [e, w] verified (-1 none), with their dists; recent [e, g], length [e], out
     [e]: as in `Carried`, before the step; asked: [e] rows that the verifier wanted."""
 
     at: Tensor | None
@@ -67,7 +67,7 @@ class SamplingRows:
     recent: Tensor
     length: Tensor
     out: Tensor
-    laws: tuple[Dist, ...] = ()
+    dists: tuple[Dist, ...] = ()
     asked: Tensor | None = None
 
     def target_rows(self) -> Tensor:
@@ -125,23 +125,23 @@ def known_rows(
 
 
 def pending_dists(rt: Runtime, requests: list[Request], width: int) -> tuple[Dist, ...]:
-    """The laws of the drafts that requests hold, one record a depth; zeros where there is none."""
+    """The dists of the drafts that requests hold, one record a depth; zeros where there is none."""
     if rt.verifier.rule != "rejection":
         return ()
     device = rt.model.device
     empty = torch.zeros(rt.config.vocab_size, dtype=torch.float64, device=device)
-    laws = []
+    dists = []
     for k in range(width):
         held = [pending_draft(r) for r in requests]
-        there = [(empty, empty) if d is None or k >= len(d.laws) else d.laws[k] for d in held]
-        laws.append(
+        there = [(empty, empty) if d is None or k >= len(d.dists) else d.dists[k] for d in held]
+        dists.append(
             Dist(
                 torch.stack([p for p, _ in there]),
                 torch.stack([lp.double() for _, lp in there]),
                 torch.ones(len(there), dtype=torch.bool, device=device),
             )
         )
-    return tuple(laws)
+    return tuple(dists)
 
 
 # ---------------------------------------------------------------------------------- a decode step
@@ -238,18 +238,18 @@ def carried(d: DecodeInputs, before: Carried | None) -> Carried:
     def pick(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(there[:, None] if new.dim() == 2 else there, new[at], old)
 
-    def pick_law(new: Dist, old: Dist) -> Dist:
+    def pick_dist(new: Dist, old: Dist) -> Dist:
         probs, logprobs = new.probs.double(), new.logprobs.double()
         return Dist(pick(probs, old.probs), pick(logprobs, old.logprobs), old.finite)
 
-    laws = tuple(map(pick_law, before.laws, d.fresh.laws)) or d.fresh.laws
+    dists = tuple(map(pick_dist, before.dists, d.fresh.dists)) or d.fresh.dists
     return Carried(
         pick(before.recent, d.fresh.recent),
         pick(before.length, d.fresh.length),
         pick(before.out, d.fresh.out),
         pick(before.drafts, d.fresh.drafts),
         pick(before.survival, d.fresh.survival),
-        laws,
+        dists,
     )
 
 
@@ -305,7 +305,7 @@ def resolve(rt: Runtime, d: DecodeInputs, before: Carried | None) -> tuple[Batch
         now.recent,
         now.length,
         now.out,
-        now.laws[: d.width],
+        now.dists[: d.width],
         asked,
     )
     return batch, sampling_rows

@@ -1,4 +1,4 @@
-"""One engine step on the device: forward -> law and draw -> accepted prefix -> next drafts.
+"""One engine step on the device: forward -> distribution and draw -> accepted prefix -> next drafts.
 
 launch.py prepares it on the host, commit.py writes down what came out. Nothing here touches a
 request; a grammar is asked here, and such steps run synchronously (overlap.py).
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.step.awaits import Carried, InFlightStep, StepOutput
+from deepinfer.engine.step.in_flight import Carried, InFlightStep, StepOutput
 from deepinfer.engine.step.decode_inputs import (
     DecodeInputs,
     SamplingRequests,
@@ -81,7 +81,7 @@ def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tu
 def sample(
     rt: Runtime, plan: StepInputs, e: SamplingRows, logits: Tensor
 ) -> tuple[Accepted, Target, dict[int, Exception]]:
-    """The target's law and draw at every emitting row, the accepted prefix of each draft, and the
+    """The target's distribution and draw at every emitting row, the accepted prefix of each draft, and the
     errors of grammars by request id."""
     chosen = logits if e.at is None else logits[e.at]
     q, width = chosen.shape[0], e.drafts.shape[1]
@@ -100,7 +100,7 @@ def sample(
     expect(sampled.tokens, (q,), f"sampler {rt.sampler!r}.draw (tokens)", False)
     target = Target(dist, sampled, e.target_rows(), keys)
     zeros = torch.zeros(e.drafts.shape, dtype=torch.float32, device=e.drafts.device)
-    accepted = rt.verifier.accept(Draft(e.drafts, zeros, zeros, e.laws), target)
+    accepted = rt.verifier.accept(Draft(e.drafts, zeros, zeros, e.dists), target)
     n = len(plan.sampling_requests.requests)
     expect(accepted.tokens, (n, width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
     expect(accepted.count, (n,), f"verifier {rt.verifier!r}.accept (count)", False)
@@ -142,17 +142,19 @@ def carry(
     draft = propose(rt, plan, step_in_flight, recent, length, out)
     drafts[plan.drafting] = draft.tokens
     confidence[plan.drafting] = draft.confidence.double()
-    laws = tuple(spread(d, plan.drafting, seqs) for d in draft.dists)
-    return Carried(recent, length, out, drafts, confidence.cumprod(-1), laws), confidence
+    dists = tuple(spread(d, plan.drafting, seqs) for d in draft.dists)
+    return Carried(recent, length, out, drafts, confidence.cumprod(-1), dists), confidence
 
 
-def spread(law: Dist, at: Tensor, rows: int) -> Dist:
-    """A law of some emitters as one of all, zeros for the others."""
+def spread(dist: Dist, at: Tensor, rows: int) -> Dist:
+    """A distribution of some emitters as one of all, zeros for the others."""
 
     def wide(x: Tensor) -> Tensor:
         return x.new_zeros(rows, *x.shape[1:]).index_copy(0, at, x)
 
-    return replace(law, probs=wide(law.probs), logprobs=wide(law.logprobs), finite=wide(law.finite))
+    return replace(
+        dist, probs=wide(dist.probs), logprobs=wide(dist.logprobs), finite=wide(dist.finite)
+    )
 
 
 def propose(

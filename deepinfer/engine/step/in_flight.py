@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Carried:
     """The emitters of a step behind it, on the device. recent: [e, g] the last ids of each, newest
     last, -1 where it has fewer; length: [e] its tokens; out: [e] those of its output; drafts,
-    survival: [e, n] what comes next (-1 and 0 where nothing was drafted); laws: of the drafts, for
+    survival: [e, n] what comes next (-1 and 0 where nothing was drafted); dists: of the drafts, for
     rule 'rejection'."""
 
     recent: Tensor
@@ -34,7 +34,7 @@ class Carried:
     out: Tensor
     drafts: Tensor
     survival: Tensor
-    laws: tuple[Dist, ...] = ()
+    dists: tuple[Dist, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

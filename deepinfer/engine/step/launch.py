@@ -16,7 +16,7 @@ from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
-from deepinfer.engine.step.awaits import InFlightStep, mark_in_flight, surely_last
+from deepinfer.engine.step.in_flight import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import (
     SamplingRequests,

@@ -20,7 +20,7 @@ from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap
-from deepinfer.engine.step.awaits import InFlightStep
+from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import SchedulerOutput
-from deepinfer.engine.step.awaits import InFlightStep
+from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.slots import registry
 
 ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch

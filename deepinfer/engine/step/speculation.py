@@ -13,14 +13,14 @@ from deepinfer.engine.request import Request
 class PendingDraft:
     """A request's next draft on the host. at: tokens of the request that it continues; survival:
     running product of confidences; stale: the survival of the draft before it (what a budget may look
-    at); laws: (probs, logprobs) of each token, kept for rule 'rejection'."""
+    at); dists: (probs, logprobs) of each token, kept for rule 'rejection'."""
 
     at: int
     tokens: tuple[int, ...]
     confidence: tuple[float, ...]
     survival: tuple[float, ...]
     stale: tuple[float, ...]
-    laws: tuple[tuple[Tensor, Tensor], ...] = ()
+    dists: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def pending_draft(request: Request) -> PendingDraft | None:

@@ -1,8 +1,8 @@
-"""Expected accepted length of the drafter on a text, by the target's and the drafter's laws.
+"""Expected accepted length of the drafter on a text, by the target's and the drafter's distributions.
 
-A draft of law q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's law at
+A draft of distribution q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's distribution at
 the same place. With the real text before both, the expected tokens of a step, bonus included, are 1
-+ sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both laws are those of one
++ sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both distributions are those of one
 pass: the target's logits and the context keys that its own features give the drafter.
 """
 
@@ -19,7 +19,9 @@ from deepinfer.kernels.records import Layout, Records
 from deepinfer.measure.replay.passes import Pass
 from deepinfer.model.drafter import SequenceContext
 
-AT_ONCE = 128  # draft blocks: each of their two laws takes AT_ONCE * drafts * vocabulary numbers
+AT_ONCE = (
+    128  # draft blocks: each of their two distributions takes AT_ONCE * drafts * vocabulary numbers
+)
 
 
 def block_starts(prompt: int, length: int, drafts: int, apart: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine.provenance import of_engine
-from deepinfer.measure.dist_error import law_error
+from deepinfer.measure.distributions import dist_error
 from deepinfer.measure.replay.cost import prefill_cost
 from deepinfer.measure.replay.drafts import accepted_lengths
 from deepinfer.measure.replay.passes import Pass, Passage, behind_hit, first_layer, prefix_pages
@@ -52,7 +52,7 @@ def replay_error(
     """Errors and costs of replay policies on the tokens behind a prompt.
 
     eng: its own replay policy does not matter. prompt: the first tokens of each text, prefilled by
-    each policy; continuation: the tokens behind them, which the text itself gives and whose laws
+    each policy; continuation: the tokens behind them, which the text itself gives and whose distributions
     are compared. keeps: one policy or several, each a keep of Bounded(keep=...), an object or a
     name of the replay slot; or a dict of them, by the names that you give. groups: one label a text (the module it comes
     from, say), over which intervals are taken; default: the module of a text of di.data (a slice of
@@ -134,7 +134,7 @@ def plan_of(
     engine: Engine, name: str, prompt: int, hit: int, who: str = "replay_error"
 ) -> ReplayPlan:
     """The policy's plan. ValueError, TypeError naming the policy where it is none or breaks a
-    law."""
+    distribution."""
     asked, c = Prompt(prompt, hit), engine.config
     plan = engine._started["replay"].plan(asked, c)
     if not isinstance(plan, ReplayPlan):
@@ -290,7 +290,7 @@ def law_rows(
     label: dict[str, object], p: Tensor, q: Tensor, texts: Texts, i: int
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
     """(the row of the passage, a row a token) of logits p and q [c, v] of text i."""
-    error = law_error(p, q, texts.next(i))
+    error = dist_error(p, q, texts.next(i))
     names = ("kl", "agreement", "dlogprob", "nats_p", "nats_q")
     columns = {name: getattr(error, name).tolist() for name in names}
     brief = {k: label[k] for k in ("text", "group", "policy")}

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepinfer.measure.bootstrap import FEWEST
-from deepinfer.measure.dist_error import METERS
+from deepinfer.measure.distributions import METERS
 from deepinfer.measure.replay.calibration import Calibration, share_within, tried
 from deepinfer.measure.replay.error import check_hit, policies, replay_error
 from deepinfer.measure.replay.report import ReplayReport

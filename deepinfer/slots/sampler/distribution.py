@@ -1,9 +1,9 @@
-"""From logits to the one law of a row: mask, 1/T, joint top-p then top-k, softmax.
+"""From logits to the one distribution of a row: mask, 1/T, joint top-p then top-k, softmax.
 
 Order and edge rules are the released engine's: top-p keeps tokens, most likely first, while the
 mass before them is <= p; top-k applies to what is left; ties go to the lower id.
 
-A row's law never depends on its neighbours, bit for bit. Hence no floating-point sum over the
+A row's distribution never depends on its neighbours, bit for bit. Hence no floating-point sum over the
 vocabulary outside softmax, which treats each row alone: masses are added as integers, whose sums
 do not depend on the order that a device chooses.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MASS = 2.0**52  # fixed point of a mass: a row's total stays below 2^53, where FP64 holds integers
 
 
-def law(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
+def distribution(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
     """One Dist per row. logits: [t, v]; params: [t] each; mask: [t, v] bool, True = legal.
 
     logprobs in FP32, or FP64 for FP64 logits; probs always in FP64, so that a rounding of the logits

@@ -8,7 +8,7 @@ import torch
 
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.sampler import register
-from deepinfer.slots.sampler.distribution import law
+from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.philox import sampled
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @register("greedy")
 class Greedy:
-    """Every law is one-hot at the most likely legal token, ties to the lowest id.
+    """Every distribution is one-hot at the most likely legal token, ties to the lowest id.
 
     Not exact: a request that asks for a temperature does not get it.
     """
@@ -31,7 +31,7 @@ class Greedy:
 
     def distribution(self, logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
         cold = torch.zeros_like(params.temperature)
-        return law(logits, RowParams(cold, params.top_p, params.top_k), mask)
+        return distribution(logits, RowParams(cold, params.top_p, params.top_k), mask)
 
     def draw(self, dist: Dist, keys: RowKeys) -> Sampled:
         return sampled(dist, dist.probs.argmax(-1))

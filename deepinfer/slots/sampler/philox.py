@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.sampler import register
-from deepinfer.slots.sampler.distribution import law
+from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.draw import draw_by_weight
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @register("philox")
 class Philox:
-    """Each row draws from its own law with the random numbers of its own key.
+    """Each row draws from its own distribution with the random numbers of its own key.
 
     The token at an output position is a function of seed, position and logits: the same in any
     batch, in any order, with any draft length, on any device.
@@ -30,13 +30,13 @@ class Philox:
         return f"{type(self).__name__}()"
 
     def distribution(self, logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
-        """See `law`. logits: [t, v] -> Dist of [t, v]."""
-        return law(logits, params, mask)
+        """See `distribution`. logits: [t, v] -> Dist of [t, v]."""
+        return distribution(logits, params, mask)
 
     def draw(self, dist: Dist, keys: RowKeys) -> Sampled:
         """One token a row and its log-probability at temperature 1.
 
-        A row whose law is not finite gives token 0 with log-probability NaN.
+        A row whose distribution is not finite gives token 0 with log-probability NaN.
         """
         return sampled(dist, draw_by_weight(dist.probs, keys, rng.Purpose.DRAW))
 

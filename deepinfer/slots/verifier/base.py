@@ -25,8 +25,8 @@ class BaseVerifier:
     rule 'match': a draft is kept iff it equals the target's own draw at its position. The text is
     then the target's draws whatever was drafted: the same for any verifier and draft length.
     rule 'rejection': a draft x is kept with probability min(1, p(x) / q(x)), p the target's and q
-    the drafter's law; at the first refusal a token of law max(p - q, 0) replaces it (Leviathan et
-    al. 2023, Chen et al. 2023). It keeps more drafts. Both emit tokens of exactly the target's law.
+    the drafter's distribution; at the first refusal a token of distribution max(p - q, 0) replaces it (Leviathan et
+    al. 2023, Chen et al. 2023). It keeps more drafts. Both emit tokens of exactly the target's distribution.
     """
 
     exact = True
@@ -79,7 +79,7 @@ class BaseVerifier:
     def accept(self, draft: Draft, target: Target) -> Accepted:
         """Keep a prefix of each draft, then one token of the target's.
 
-        A sequence whose anchor row did not run emits nothing. A row whose law is not finite keeps
+        A sequence whose anchor row did not run emits nothing. A row whose distribution is not finite keeps
         no draft, so it is the last that its sequence emits from.
         """
         if target.sampled.tokens.shape[0] == 0:  # no row ran at all
@@ -105,8 +105,8 @@ class BaseVerifier:
         b, n = draft.tokens.shape
         if len(draft.dists) != n:
             raise ValueError(
-                f"rule 'rejection' needs the law of each drafted token: {n} drafts, "
-                f"{len(draft.dists)} laws; the drafter "
+                f"rule 'rejection' needs the distribution of each drafted token: {n} drafts, "
+                f"{len(draft.dists)} distributions; the drafter "
                 "keeps them where the verifier's rule is 'rejection'"
             )
         x = draft.tokens.clamp(min=0)
@@ -125,9 +125,9 @@ class BaseVerifier:
             drafted = torch.where((kept == i)[:, None], d.probs, drafted)
         left = (target.dist.probs[row] - drafted).clamp(min=0).double()
         mass = (left * MASS).long().sum(-1)
-        law = left / (mass / MASS).clamp(min=1 / MASS)[:, None]
-        instead = draw_by_weight(law, target.keys.rows(row), rng.Purpose.RESIDUAL)
-        # No mass left means p = q up to rounding: then the target's own draw has the right law.
+        distribution = left / (mass / MASS).clamp(min=1 / MASS)[:, None]
+        instead = draw_by_weight(distribution, target.keys.rows(row), rng.Purpose.RESIDUAL)
+        # No mass left means p = q up to rounding: then the target's own draw has the right distribution.
         last = torch.where(refused & (mass > 0), instead, own.gather(1, kept[:, None])[:, 0])
         return _emit(draft.tokens, kept, last[:, None], verified)
 

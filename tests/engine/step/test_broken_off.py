@@ -15,7 +15,7 @@ from engine.pool import check_empty
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import FCFS
 from deepinfer.engine.step import commit
-from deepinfer.engine.step.awaits import InFlightTokens
+from deepinfer.engine.step.in_flight import InFlightTokens
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 

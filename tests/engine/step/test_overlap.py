@@ -11,7 +11,7 @@ from properties.small import small_engine
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit, execute, launch, overlap
-from deepinfer.engine.step.awaits import InFlightStep
+from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
 

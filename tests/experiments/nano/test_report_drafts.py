@@ -38,7 +38,7 @@ def test_laws_on_text_are_those_the_engine_drafts_with(eng, docs):
             r = drafter.requests[request]
             fed = [*prompt, r.output[0], *docs[1].ids[:9]]
             law = next(acceptance.laws_on_text(drafter, fed, torch.tensor([start])))
-            assert torch.allclose(law.draft[0, 0], r.draft.laws[0][0], atol=1e-9)
+            assert torch.allclose(law.draft[0, 0], r.draft.dists[0][0], atol=1e-9)
             assert float(law.confidence[0, 0]) == pytest.approx(r.draft.confidence[0])
             own = drafter.logits(fed)[start : start + eng.config.max_draft].softmax(-1)
             assert torch.allclose(law.target[0], own)

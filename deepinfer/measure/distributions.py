@@ -1,6 +1,6 @@
-"""How far one law of the next token is from another, row by row: the meters of a continuation.
+"""How far one distribution of the next token is from another, row by row: the meters of a continuation.
 
-    error = law_error(p, q, tokens)      # p, q: logits [t, v]; tokens: [t] that really came next
+    error = dist_error(p, q, tokens)      # p, q: logits [t, v]; tokens: [t] that really came next
     error.kl, error.agreement, error.dlogprob, error.summary()
 
 p is the reference. Everything is computed in float64, 64 rows at a time.
@@ -19,8 +19,8 @@ METERS = ("kl", "agreement", "dlogprob")
 
 
 @dataclass(frozen=True)
-class LawError:
-    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both laws
+class DistError:
+    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both distributions
     have the same likeliest token; dlogprob: [t] |log q - log p| of the token that came next;
     nats_p, nats_q: [t] its -log p and -log q."""
 
@@ -55,7 +55,7 @@ def tails(name: str, values: Tensor) -> dict[str, float]:
     return dict(zip((f"{name}_median", f"{name}_p99", f"{name}_max"), found, strict=True))
 
 
-def law_error(p: Tensor, q: Tensor, tokens: Tensor | Sequence[int]) -> LawError:
+def dist_error(p: Tensor, q: Tensor, tokens: Tensor | Sequence[int]) -> DistError:
     """The errors of logits q against the reference p, both [t, v]; tokens: [t] that came next.
 
     Raises ValueError for shapes that do not fit, a row that is not there (NaN) and tokens outside
@@ -64,27 +64,27 @@ def law_error(p: Tensor, q: Tensor, tokens: Tensor | Sequence[int]) -> LawError:
     tokens = torch.as_tensor(tokens, dtype=torch.long).cpu()
     if p.ndim != 2 or p.shape != q.shape or tokens.shape != p.shape[:1] or not len(tokens):
         raise ValueError(
-            f"law_error: logits {list(p.shape)} and {list(q.shape)}, tokens {list(tokens.shape)}: "
+            f"dist_error: logits {list(p.shape)} and {list(q.shape)}, tokens {list(tokens.shape)}: "
             "want [t, v], [t, v] and [t], of the same rows, at least one"
         )
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < p.shape[1]:
-        raise ValueError(f"law_error: tokens outside the vocabulary of {p.shape[1]}")
+        raise ValueError(f"dist_error: tokens outside the vocabulary of {p.shape[1]}")
     for name, x in (("p", p), ("q", q)):
         bad = x.isnan().any(-1) | (x == torch.inf).any(-1)
         if bad.any():
             raise ValueError(
-                f"law_error: row {int(bad.nonzero()[0])} of {name} is no law: it has NaN or inf "
+                f"dist_error: row {int(bad.nonzero()[0])} of {name} is no distribution: it has NaN or inf "
                 "(rows that a replay policy dropped are NaN)"
             )
     parts = [
         rows_error(a.detach().cpu().double(), b.detach().cpu().double(), at)
         for a, b, at in zip(*(x.split(ROWS_AT_ONCE) for x in (p, q, tokens)), strict=True)
     ]
-    return LawError(*(torch.cat(x) for x in zip(*parts, strict=True)))
+    return DistError(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
 def rows_error(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    """The fields of LawError of a few rows. A token of -inf logit in p adds nothing to the KL."""
+    """The fields of DistError of a few rows. A token of -inf logit in p adds nothing to the KL."""
     a, b = p.log_softmax(-1), q.log_softmax(-1)
     terms = torch.where(a == -torch.inf, 0.0, a.exp() * (a - b))
     kl = terms.sum(-1).clamp(min=0)  # rounding may leave it at -1e-17

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from deepinfer.measure import bootstrap
-from deepinfer.measure.dist_error import law_error
+from deepinfer.measure.distributions import dist_error
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
 Q = torch.tensor([[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
 
 
 def test_hand_computed():
-    e = law_error(P, Q, [0, 2])
+    e = dist_error(P, Q, [0, 2])
     # row 0: 0.5 ln 2 - 0.25 ln 2; row 1: the same law
     assert e.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0], abs=1e-15)
     assert e.agreement.tolist() == [0, 1]
@@ -32,21 +32,21 @@ def test_direction_and_shift():
     """KL(p||q) is not KL(q||p), and a constant added to logits is nothing."""
     p, q = (torch.tensor([x], dtype=torch.float64) for x in ([0, 0], [0, math.log(9)]))
     want = 0.5 * math.log(0.5 / 0.1) + 0.5 * math.log(0.5 / 0.9)
-    assert float(law_error(p, q + 7, [0]).kl[0]) == pytest.approx(want)
+    assert float(dist_error(p, q + 7, [0]).kl[0]) == pytest.approx(want)
     back = 0.1 * math.log(0.1 / 0.5) + 0.9 * math.log(0.9 / 0.5)
-    assert float(law_error(q, p - 3, [0]).kl[0]) == pytest.approx(back)
+    assert float(dist_error(q, p - 3, [0]).kl[0]) == pytest.approx(back)
 
 
 def test_a_law_is_at_zero_from_itself_in_any_number_of_rows():
     x = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
-    e = law_error(x, x.clone(), torch.arange(150) % 40)
+    e = dist_error(x, x.clone(), torch.arange(150) % 40)
     assert not e.kl.any() and not e.dlogprob.any() and e.agreement.all() and e.perplexity_ratio == 1
 
 
 def test_a_masked_token_counts_nothing():
     p = torch.tensor([[0.0, 0.0, -torch.inf]])
-    assert float(law_error(p, p.clone(), [0]).kl[0]) == 0
-    assert float(law_error(p, torch.zeros(1, 3), [0]).kl[0]) == pytest.approx(math.log(1.5))
+    assert float(dist_error(p, p.clone(), [0]).kl[0]) == 0
+    assert float(dist_error(p, torch.zeros(1, 3), [0]).kl[0]) == pytest.approx(math.log(1.5))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_masked_token_counts_nothing():
 )
 def test_refusals(p, q, tokens, words):
     with pytest.raises(ValueError, match=words):
-        law_error(p, q, tokens)
+        dist_error(p, q, tokens)
 
 
 # ---------------------------------------------------------------------------- intervals over groups
