@@ -74,14 +74,14 @@ class SamplingParams:
         if self.max_tokens == 0 and not isinstance(self.max_tokens, bool):
             self._set(max_tokens=1)
         for name in ("first_n_token_no_eos", "eos_id", "top_logprobs"):
-            self._whole(name)
+            self._transaction(name)
         if self.first_n_token_no_eos not in (0, 1):
             self._refuse("first_n_token_no_eos", "0 or 1")
         if not 0 <= self.top_logprobs <= MOST_LOGPROBS:
             self._refuse("top_logprobs", f"0..{MOST_LOGPROBS}")
         if self.seq_seed is None:
             self._set(seq_seed=secrets.randbits(SEED_BITS))
-        self._set(seq_seed=self._whole("seq_seed") & (2**SEED_BITS - 1))
+        self._set(seq_seed=self._transaction("seq_seed") & (2**SEED_BITS - 1))
         self.translate()  # the other fields have the rules of di.SamplingParams
 
     def translate(self, exact: bool = True) -> sampling_params.SamplingParams:
@@ -103,7 +103,7 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _whole(self, name: str) -> int:
+    def _transaction(self, name: str) -> int:
         value = getattr(self, name)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             self._refuse(name, "an integer")

@@ -176,7 +176,7 @@ class Request:
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """After an interrupt in the middle of a commit: lists of one length again, and at least the
         last token's row left to run. False where its rows have to run again from the first."""
         emitted = min(len(self.output), len(self.logprobs), len(self.steps))

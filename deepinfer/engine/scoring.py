@@ -150,14 +150,14 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """exp of the mean nats of a token, over all texts."""
-        return self._whole.perplexity
+        return self._transaction.perplexity
 
     @property
     def bits_per_byte(self) -> float:
-        return self._whole.bits_per_byte
+        return self._transaction.bits_per_byte
 
     @property
-    def _whole(self) -> Score:
+    def _transaction(self) -> Score:
         logprobs = tuple(x for s in self.items for x in s.logprobs)
         return Score((), 0, logprobs, sum(s.nbytes for s in self.items))
 

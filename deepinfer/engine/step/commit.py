@@ -87,7 +87,7 @@ def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
     for request in {s.request.id: s.request for f in in_flight for s in f.scheduled}.values():
         if request.status != "running":
             continue
-        whole = request.mend()
+        whole = request.repair()
         alone(request, partial(retell, rt, request))
         if request.finished or request.output and stops(rt, request):
             continue  # what it holds goes back, and it is counted, with all that has finished

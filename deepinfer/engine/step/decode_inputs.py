@@ -21,8 +21,8 @@ from deepinfer.engine.device import put
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
-from deepinfer.engine.step.in_flight import Carried, InFlightStep
 from deepinfer.engine.step.batch import Work, build
+from deepinfer.engine.step.in_flight import Carried, InFlightStep
 from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.slots.protocols import Batch, Dist, RowKeys, RowParams, RowSet
 from deepinfer.slots.results import expect

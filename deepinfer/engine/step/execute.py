@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
-from deepinfer.engine.step.in_flight import Carried, InFlightStep, StepOutput
 from deepinfer.engine.step.decode_inputs import (
     DecodeInputs,
     SamplingRequests,
@@ -21,6 +20,7 @@ from deepinfer.engine.step.decode_inputs import (
     resolve,
 )
 from deepinfer.engine.step.grammar_mask import grammar_mask
+from deepinfer.engine.step.in_flight import Carried, InFlightStep, StepOutput
 from deepinfer.engine.step.non_finite import NonFiniteRows
 from deepinfer.model.context import ForwardContext
 from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target

@@ -16,7 +16,6 @@ from deepinfer.engine.device import put
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
-from deepinfer.engine.step.in_flight import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.engine.step.decode_inputs import (
     SamplingRequests,
@@ -25,6 +24,7 @@ from deepinfer.engine.step.decode_inputs import (
     known_rows,
 )
 from deepinfer.engine.step.execute import StepInputs
+from deepinfer.engine.step.in_flight import InFlightStep, mark_in_flight, surely_last
 from deepinfer.engine.step.non_finite import NonFiniteRows
 from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.model.context import ForwardContext, Tap

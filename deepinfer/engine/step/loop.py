@@ -40,7 +40,7 @@ class Loop:
     """requests: those that are not done with, by id; steps: run so far, teacher-forced passes and
     steps that failed among them; flights: those on their way, oldest first; traces: the engine's
     list, innermost last. An error or interrupt at any line, a second one while the first is cleaned
-    up too, leaves the loop usable: what is not done yet the next call does first (`_heal`)."""
+    up too, leaves the loop usable: what is not done yet the next call does first (`_recover`)."""
 
     def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
         self.rt, self.tokenizer, self.traces = rt, tokenizer, traces
@@ -50,7 +50,7 @@ class Loop:
         self._count = 0
         self._idle = 0
         self._gone: list[Request] = []  # dropped, and maybe not counted and released
-        self._hurt = False  # a step was broken off, and not all is where it belongs yet
+        self._dirty = False  # a step was broken off, and not all is where it belongs yet
         if rt.prefix_cache is not None:
             rt.prefix_cache.traces = traces
 
@@ -65,7 +65,7 @@ class Loop:
     ) -> Request:
         """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError
         for what this engine cannot run."""
-        self._heal()
+        self._recover()
         rt, vocab = self.rt, self.rt.config.vocab_size
         params.validate_for(vocab)
         limit = rt.limits.model_len
@@ -97,7 +97,7 @@ class Loop:
         """Queue a request that goes on from all that this one has so far, in the pages of it that
         are known. Raises ValueError where nothing is left to generate, and for what the tokens so
         far do not have."""
-        self._heal()
+        self._recover()
         done = len(parent.output)
         params.validate_for(self.rt.config.vocab_size)
         for name in ("top_logprobs", "prompt_logprobs"):
@@ -151,7 +151,7 @@ class Loop:
             )
         self._count += 1
         try:
-            with self._whole():
+            with self._transaction():
                 self.requests[request.id] = request
                 rt.stats.arrived(request)
                 rt.scheduler.add(request)
@@ -165,7 +165,7 @@ class Loop:
         back what it held."""
         reason = "abort" if error is None else "error"
         try:
-            with self._whole():
+            with self._transaction():
                 self.requests.pop(request.id, None)
                 self._end(request, reason, error)
         except BaseException:  # an interrupt at any line: it is gone all the same
@@ -173,8 +173,8 @@ class Loop:
             if not request.finished:
                 request.finish(reason, error)
             self._gone.append(request)
-            self._hurt = True
-            self._heal()
+            self._dirty = True
+            self._recover()
             raise
 
     def hand_out(self) -> list[Request]:
@@ -204,7 +204,7 @@ class Loop:
         slot or request."""
         rt = self.rt
         pending = bool(self.in_flight)
-        with self._whole():  # wherever it breaks off: no page, slot or request is lost
+        with self._transaction():  # wherever it breaks off: no page, slot or request is lost
             record = rt.stats.begin(self.steps)
             self._expire()
             schedule = self._schedule(record)
@@ -229,7 +229,7 @@ class Loop:
 
     def settle(self) -> None:
         """Commit what is on its way."""
-        with self._whole():
+        with self._transaction():
             while self.in_flight:
                 self._commit_oldest()
 
@@ -281,21 +281,21 @@ class Loop:
         rt.stats.close(step_in_flight.record, rt.scheduler.unfinished)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[None]:
         """What is broken off in here, by an error or interrupt at any line, is put right."""
-        self._heal()
-        self._hurt = True
+        self._recover()
+        self._dirty = True
         try:
             yield
-            self._hurt = False
+            self._dirty = False
         except BaseException:
-            self._heal()
+            self._recover()
             raise
 
-    def _heal(self) -> None:
+    def _recover(self) -> None:
         """Put right what was broken off: nothing is on its way any more, and every page, slot and
         request is where it belongs. Each part may be broken off too and is then done again."""
-        if not self._hurt:
+        if not self._dirty:
             return
         rt = self.rt
         rt.device.drain()
@@ -308,7 +308,7 @@ class Loop:
         self._gone = []
         rt.resources.recover(self.requests.values())
         rt.scheduler.recover(self.requests.values())
-        self._hurt = False
+        self._dirty = False
 
     def _expire(self) -> None:
         """End the requests whose time is up. Without a timeout no clock is read."""
@@ -332,7 +332,7 @@ class Loop:
         self.settle()
         tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
         try:
-            with self._whole():
+            with self._transaction():
                 out = scoring.forced_logits(self.rt, ids, prompt, sizes, tap_of)
                 for trace in self.traces:
                     trace.settle(self.steps, {-1: len(ids)})

@@ -38,7 +38,7 @@ class Falls(Philox):
 
 
 class AgainAt:
-    """A second interrupt before the n-th line that runs from the beginning of `_heal` on, the parts
+    """A second interrupt before the n-th line that runs from the beginning of `_recover` on, the parts
     that it calls included."""
 
     def __init__(self, n: int) -> None:
@@ -47,7 +47,7 @@ class AgainAt:
     def __call__(self, frame, event, arg):
         if not any(part in frame.f_code.co_filename for part in PARTS):
             return None
-        self.healing |= frame.f_code.co_name == "_heal" and frame.f_locals["self"]._hurt
+        self.healing |= frame.f_code.co_name == "_recover" and frame.f_locals["self"]._dirty
         if self.healing and event == "line":
             self.left -= 1
             if self.left == 0:
