@@ -71,7 +71,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     _used("chunked_prefill", False, "False wants max_num_batched_tokens >= max_model_len"),
     _used("tokens_per_block", -1, "page_size; -1: the model's window, 128 for the release; or 128"),
-    _used("stop_preempted_request", False, "True ends a request that gives way to others"),
+    _used("stop_preempted_request", False, "True ends a preempted request"),
     _refused("served_model_name", "deepinfer-model", "there is no server that would show it"),
     _refused("trust_remote_code", False, "no code of a checkpoint is ever run", True),
     _refused("load_format", "auto", "random weights: pass di.Engine.tiny() as model"),

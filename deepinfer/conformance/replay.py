@@ -241,7 +241,7 @@ def _drops_nothing(prompt: Prompt, config: ModelConfig, plan: ReplayPlan) -> Non
         out = enter
     expect(
         plan.start <= max(out, at_hand),
-        f"starts at {plan.start}: the windows before it are at hand at {prompt.state_at} only, "
+        f"starts at {plan.start}: the windows before it are available at {prompt.state_at} only, "
         f"and rows from {out} are seen",
     )
 

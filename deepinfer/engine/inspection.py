@@ -108,7 +108,7 @@ class EngineInspection:
         Call it after you have edited weights in place, on every engine that shares them (`with_`):
         what was computed with the old ones would be served, and no engine can notice an edit. It
         may come at any time. Requests that run go on in their own pages and leave nothing in the
-        cache; after they gave way, and from every later request on, all is computed anew.
+        cache; after they was preempted, and from every later request on, all is computed anew.
         """
         if self._runtime is not None and self._runtime.prefix_cache is not None:
             self._runtime.prefix_cache.clear()

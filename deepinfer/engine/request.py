@@ -1,7 +1,7 @@
 """Requests while they live in the engine, and what comes back: Completion and Completions.
 
     waiting <-> running -> finished ('stop' | 'length' | 'abort' | 'error' | 'timeout' | 'preempted')
-A running request that gives way waits again and is computed again; what it emitted stays emitted.
+A running request that is preempted waits again and is computed again; what it emitted stays emitted.
 A bad request costs that request only: it finishes with an error and its batch mates go on.
 """
 
@@ -67,7 +67,7 @@ class Request:
     num_tokens: tokens that are committed. in_flight: what the steps in flight add, oldest first. A scheduler goes by the optimistic
     counters `optimistic_computed` and `optimistic_tokens`, which count those as if every draft were accepted; where no
     step is on its way they are `num_computed` and `num_tokens`.
-    preemptions: how often it gave way; deadline: on the monotonic clock, in seconds, or None.
+    preemptions: how often it was preempted; deadline: on the monotonic clock, in seconds, or None.
     """
 
     id: int

@@ -458,7 +458,7 @@ class Verifier(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a replay policy sees. length: prompt tokens; hit: tokens of block KV found; state_at:
-    largest position <= hit whose state KV is at hand, of all layers; wants_all_logits: prompt
+    largest position <= hit whose state KV is available, of all layers; wants_all_logits: prompt
     log-probs asked; states: (position, layers) of all state KV below the hit, highest first, also
     of the first layers alone, as a prompt leaves it whose later layers were cut."""
 
@@ -470,7 +470,7 @@ class Prompt:
 
     def state_for(self, layers: int, limit: int | None = None) -> int:
         """Largest position <= limit (None: the hit) where the state KV of the first `layers` layers
-        is at hand; 0 where it is nowhere."""
+        is available; 0 where it is nowhere."""
         found = [at for at, have in ((self.state_at, layers), *self.states) if have >= layers]
         return max((at for at in found if limit is None or at <= limit), default=0)
 
@@ -534,11 +534,11 @@ class ReplayPlan:
             (
                 not (
                     n := self.layers_below
-                )  # the last row always runs, also where its state KV is at hand
+                )  # the last row always runs, also where its state KV is available
                 or self.start
                 in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
                 f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of the first {n} layers "
-                f"is at hand at {prompt.state_for(n)}: a row would see window keys that were never written",
+                f"is available at {prompt.state_for(n)}: a row would see window keys that were never written",
             ),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (

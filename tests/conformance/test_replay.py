@@ -110,7 +110,7 @@ class ClaimsEachPlan(Drops):
         super().__init__(claims=True)
 
 
-@B.breaks("a plan that claims exact=True", "the windows before it are at hand")
+@B.breaks("a plan that claims exact=True", "the windows before it are available")
 class StartsAtTheHit(Exact):
     """Block KV is there, the windows are not."""
 

@@ -438,7 +438,7 @@ def test_a_prompt_that_is_cut_begins_behind_the_layers_before_the_cut(policy, dr
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
 def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, overlap):
-    """Prompts with common beginnings, turns, forks and requests that give way, in a small cache:
+    """Prompts with common beginnings, turns, forks and requests that be preempted, in a small cache:
     each text is the one of an engine that caches nothing and has room for all."""
     how = dict(num_pages=34, max_num_batched_tokens=24, overlap=overlap)
     eng = cached(policy, drafts, num_snapshots=10, **how)
@@ -474,7 +474,7 @@ def test_behind_a_cut_no_hit_and_no_recompute_changes_a_number(policy, drafts, o
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
 def test_windows_that_another_cut_has_left_are_not_begun_at(whose):
-    """A request that gave way goes on behind its prompt where its own windows are kept. Those of a
+    """A request that was preempted goes on behind its prompt where its own windows are kept. Those of a
     longer prompt with the same ids are of another cut: not its numbers."""
     eng = cached(Bounded(KEEP), num_snapshots=40)
     cold = cached(Bounded(KEEP), prefix_cache=False, num_snapshots=None)

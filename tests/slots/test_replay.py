@@ -109,7 +109,7 @@ def test_the_decoder_side_of_the_release():
     assert mask.floor == made.floor and not any(mask.rows_from + mask.kv_from)
     assert plan(Bounded(layer=30), 4000).rows_run(4000) == (4000,) * 30 + (140,) * 10
     assert not made.exact and made.why == (
-        "from 0: nothing is at hand; from layer 20 on only the last 140 rows run, those from 3860"
+        "from 0: nothing is available; from layer 20 on only the last 140 rows run, those from 3860"
     )
     short = plan(Bounded(), 140)
     assert short.exact and short.rows_run(140) == (140,) * 40 and "within keep (140)" in short.why

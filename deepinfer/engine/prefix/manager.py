@@ -1,6 +1,6 @@
 """PrefixCacheManager: how a request begins behind a prefix that is cached, and what it leaves for others.
 
-A hit is looked up whenever a request is admitted, again after it gave way too. It is at most
+A hit is looked up whenever a request is admitted, again after it was preempted too. It is at most
 length - (window + backtracking) tokens in whole pages, so that the rows behind it fill the window
 of the drafter; the limit is the same without a drafter. The replay policy says where the rows
 begin: `exact` at the last snapshot, whose window rows are then put into the request's rings;
@@ -363,7 +363,7 @@ class PrefixCacheManager:
 
 def cut_of(cold: ReplayPlan) -> tuple[int, int]:
     """(lowest position of a cut, how many of the first layers are not cut) by the plan of a prompt
-    of which nothing is at hand; (0, all) where nothing is cut."""
+    of which nothing is available; (0, all) where nothing is cut."""
     floors = [f for f in cold.floor if f]
     return min(floors, default=0), next((i for i, f in enumerate(cold.floor) if f), len(cold.floor))
 

@@ -8,7 +8,7 @@ request leaves them only where somebody is likely to begin:
               right there or, with few tokens of its own, at its own bound
     repeat    the last page end that the same prompt can use: `bound(prompt)`, or below its cut
     tail      from `bound(length)` to the last page end that it has reached: for the next turn, and
-              for the request itself once it has given way. They move along: one that falls behind
+              for the request itself once it has been preempted. They move along: one that falls behind
               is dropped, unless another request has it as its tail too, began there or keeps it
     spare     every 2**k-th page end of what it prefills, with the smallest k at which they fit its
               share of the budget: whoever differs first in between computes less than 2**k pages
@@ -104,7 +104,7 @@ class SnapshotPolicy:
             mine.branch = shared
         if at:
             self._wanted(keys[at // self.page_size - 1], request)
-        self.move_on(request)  # its tail from before it gave way
+        self.move_on(request)  # its tail from before it was preempted
         here = [keys[p // self.page_size - 1] for p in mine.tail]
         mine.tail = [
             p
@@ -139,7 +139,7 @@ class SnapshotPolicy:
 
     def move_on(self, request: Request) -> None:
         """The request has become longer: what was its tail and fell behind is dropped. After it
-        gave way its tail may lie past what is computed again; its keys reach as far all the same."""
+        was preempted its tail may lie past what is computed again; its keys reach as far all the same."""
         mine, edge = request.prefix, self.bound(request.num_tokens)
         keys = mine.keys
         for at in [p for p in mine.tail if p < edge]:

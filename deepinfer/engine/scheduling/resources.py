@@ -1,6 +1,6 @@
 """Resources: the pages, state slots and row limit that a scheduler hands out, and who holds what.
 
-Policy (who runs next, who gives way) is the scheduler's; the accounting is here, so that a
+Policy (which request runs next, which is preempted) is the scheduler's; the accounting is here, so that a
 scheduler of your own cannot lose a page. A request holds the pages of its tokens so far; a decode
 step also those that its drafts may be written to.
 """
@@ -39,8 +39,8 @@ class Resources:
         return self.pages_of(request.max_length + self.lookahead)
 
     def pages_to_start(self, request: Request) -> int:
-        """Pages with which a waiting request may start: those of its tokens. One that gave way before
-        also wants those of its next decode step, or it would give way again at once."""
+        """Pages with which a waiting request may start: those of its tokens. One that was preempted before
+        also wants those of its next decode step, or it would be preempted again at once."""
         again = 1 + self.lookahead if request.output else 0
         return self.pages_of(request.optimistic_tokens + again)
 
@@ -117,7 +117,7 @@ class Resources:
         request.status = "waiting"
 
     def preempt(self, request: Request) -> None:
-        """`requeue` of a request that gives way to others."""
+        """`requeue` of a preempted request, counted."""
         self.requeue(request)
         request.preemptions += 1
         self.stats.preemptions += 1

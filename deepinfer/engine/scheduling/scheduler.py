@@ -5,7 +5,7 @@
     Mixed        decode rows and prefill rows in one step
 
 A request is admitted with the pages of its prompt and grows page by page. Where no page is left,
-the request with the longest output gives way: it loses pages and slot, waits in front of those
+the request with the longest output is preempted: it loses pages and slot, waits in front of those
 that never ran, and its prompt and output are computed again (DeepInfer 0.1.0, csrc/engine/
 scheduler.hpp: the comment says the shortest, the code takes the longest).
 
@@ -44,7 +44,7 @@ class SchedulerProtocol(Protocol):
         ...
 
     def preempt(self, request: Request) -> None:
-        """This running request gives way."""
+        """This running request is preempted."""
         ...
 
     def release(self, request: Request) -> None:
@@ -67,7 +67,7 @@ class FCFS:
     """First come, first served: the head of the queue waits for room and nobody overtakes it.
 
     max_context: cap on the summed context lengths of a prefill step (None: no cap; one request
-    always goes). stop_preempted: a request that gives way ends with reason 'preempted' instead of
+    always goes). stop_preempted: a request that is preempted ends with reason 'preempted' instead of
     being computed again, as DeepInfer's servers do.
     """
 
@@ -117,7 +117,7 @@ class FCFS:
         self.wait_again(request)
 
     def wait_again(self, request: Request) -> None:
-        """In front of all that never ran; those that gave way keep their order of arrival."""
+        """In front of all that never ran; those that was preempted keep their order of arrival."""
         at = next((i for i, r in enumerate(self.waiting) if r.id > request.id), len(self.waiting))
         self.waiting.insert(at, request)
 
@@ -216,8 +216,8 @@ class FCFS:
         return [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in chosen]
 
     def hold(self, request: Request, tokens: int | None = None) -> bool:
-        """Pages for this many tokens (None: for a decode step), while others give way; False where
-        the request itself gave way, to this one or before."""
+        """Pages for this many tokens (None: for a decode step), while others be preempted; False where
+        the request itself was preempted, to this one or before."""
         while request.status == "running" and not self.resources.extend(request, tokens):
             self.preempt(self.victim())
         return request.status == "running"
@@ -227,13 +227,13 @@ class FCFS:
         return sorted(ready, key=lambda r: r.id)
 
     def victim(self) -> Request:
-        """Who gives way: the longest output; of equals the one that came last."""
+        """Who is preempted: the longest output; of equals the one that came last."""
         return max(self.running, key=lambda r: (len(r.output), r.id))
 
 
 class DecodeOrder(FCFS):
     """DeepInfer's order of decode: short outputs take rows and pages first, and the longest, at the
-    other end, gives way. Where rows are short, all sequences advance together. The batch itself is
+    other end, is preempted. Where rows are short, all sequences advance together. The batch itself is
     ordered by length, longest first."""
 
     def order(self, ready: list[Request]) -> list[Request]:

@@ -19,7 +19,7 @@ class StepRecord:
     """One committed step.
 
     rows: prompt and decode rows that ran, verified drafts included; tokens: emitted; chunked:
-    prompts that are not complete after it; verified / accepted: drafts; preempted: gave way for it;
+    prompts that are not complete after it; verified / accepted: drafts; preempted: requests preempted for it;
     sum_seqlen_qxk: summed over its sequences, rows times context length. While it ran: running,
     waiting (requests), kv_usage, state_usage (0 to 1). unfinished: requests left after it.
     began, ended: its first and last moment on the host. host: (phase, start, stop); device: (kind

@@ -231,7 +231,7 @@ class Stats:
 
     def found(self, request: Request, tokens: int) -> None:
         """A request begins with this many prompt tokens that the prefix cache had. Where one that
-        gave way begins again, what it finds is no saving and is not counted."""
+        was preempted begins again, what it finds is no saving and is not counted."""
         live = self._live.get(request.id)
         if live is not None and live.scheduled is None:
             self.cached_tokens += tokens - live.cached_tokens

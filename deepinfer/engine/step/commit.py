@@ -23,7 +23,7 @@ from deepinfer.engine.step.speculation import PendingDraft
 
 def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> None:
     """Write what a step gave into its requests and release those that finished. A request that has
-    finished or given way since the launch gets nothing."""
+    finished or been preempted since the launch gets nothing."""
     stats, record = rt.stats, step_in_flight.record
     stats.turn(record, "post-process")
     if result.asked is not None:
@@ -41,13 +41,19 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
         request = scheduled[i].request
         request.num_computed, request.in_flight = scheduled[i].stop, request.in_flight[1:]
     for i in landing:
-        alone(scheduled[i].request, partial(prompt_logprobs, scheduled[i], result, i, record.step))
+        contain_errors(
+            scheduled[i].request, partial(prompt_logprobs, scheduled[i], result, i, record.step)
+        )
     for i, position in broken_chunks(scheduled, result):
         if i in written:
-            alone(scheduled[i].request, partial(end_broken, scheduled[i], position, record.step))
+            contain_errors(
+                scheduled[i].request, partial(end_broken, scheduled[i], position, record.step)
+            )
     for e, i in enumerate(step_in_flight.sampling_requests):
         if i in written:
-            alone(scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record))
+            contain_errors(
+                scheduled[i].request, partial(emit, rt, scheduled[i].request, values, e, record)
+            )
     set_pending_drafts(step_in_flight, values, landing)
     if rt.prefix_cache is not None:  # before what finished gives its pages back
         seen = {} if step_in_flight.capture is None else step_in_flight.capture.snapshots()
@@ -62,7 +68,7 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
             rt.resources.trim(scheduled[i].request)
 
 
-def alone(request: Request, write: Callable[[], None]) -> None:
+def contain_errors(request: Request, write: Callable[[], None]) -> None:
     """Write a part of a result down; what it breaks costs that request only."""
     try:
         write()
@@ -88,7 +94,7 @@ def undo(rt: Runtime, in_flight: list[InFlightStep]) -> None:
         if request.status != "running":
             continue
         whole = request.repair()
-        alone(request, partial(retell, rt, request))
+        contain_errors(request, partial(retell, rt, request))
         if request.finished or request.output and stops(rt, request):
             continue  # what it holds goes back, and it is counted, with all that has finished
         written = max([0, *(a.written for a in request.in_flight)])

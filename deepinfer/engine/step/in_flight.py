@@ -3,7 +3,7 @@
 While step n is on its way the host knows of it only totals and upper bounds. What its acceptance
 decides stays on the device: `Carried` is what step n+1 reads there, `StepOutput` what the commit of n
 reads on the host. A result belongs to a request as it was when the step was launched: one that has
-finished or given way since then gets nothing (`Request.awaits`).
+finished or been preempted since then gets nothing (`Request.awaits`).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def why_synchronous(rt: Runtime, step_in_flight: InFlightStep) -> str | None:
 
 
 def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
-    """Whether somebody would have to give way if every draft on its way were accepted. Then the step
-    is committed first: who has finished makes room, and nobody gives way for tokens that do not
+    """Whether somebody would have to be preempted if every draft on its way were accepted. Then the step
+    is committed first: who has finished makes room, and nobody is preempted for tokens that do not
     come, or with its own last token in the air."""
     resources = rt.resources
     missing = sum(

@@ -57,7 +57,7 @@ def replay_error(
     name of the replay slot; or a dict of them, by the names that you give. groups: one label a text (the module it comes
     from, say), over which intervals are taken; default: the module of a text of di.data (a slice of
     one has lost it), each other text its own. hit: tokens of exact
-    block KV, in whole pages, that are at hand without state KV, as after a prefix hit. drafter:
+    block KV, in whole pages, that are available without state KV, as after a prefix hit. drafter:
     expected accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A
     text is one step: its rows are not chunked, whatever max_num_batched_tokens says.
 

@@ -43,7 +43,7 @@ class Bounded:
     rows the same numbers at the full price.
     sides: 'decoder' (every prompt is cut), 'encoder' (a hit without state KV is replayed), 'both'.
     With a prefix cache a prompt that was cut leaves the state KV of the layers before the cut.
-    Where it is at hand at or below its own cut, another prompt begins there: its numbers are the
+    Where it is available at or below its own cut, another prompt begins there: its numbers are the
     same as without a hit (with 'decoder'). 'encoder' and 'both' also use a hit that has none.
     layer: where the cut begins, None = the first decoder layer, as DeepInfer; a later one for
     studies. whole_window: the window keys of that one layer are kept for all rows, so that it stays
@@ -282,7 +282,7 @@ class Bounded:
 
     def _begin(self, prompt: Prompt, config: ModelConfig, state: int) -> tuple[int, int, int, str]:
         """(first row run, block KV read below, lowest window position there is, in words). state:
-        where the state KV of the layers that are not cut is at hand."""
+        where the state KV of the layers that are not cut is available."""
         if prompt.wants_all_logits:
             return 0, 0, 0, "from 0: log-probabilities of the whole prompt are asked"
         window, hit = config.sliding_window, prompt.hit
@@ -296,17 +296,17 @@ class Bounded:
                 hit,
                 begin,
                 (
-                    f"replayed from {begin} on an empty window: block KV is at hand below {hit}, state "
+                    f"replayed from {begin} on an empty window: block KV is available below {hit}, state "
                     f"KV up to {state} only"
                 ),
             )
         start = min(state, hit, max(prompt.length - 1, 0))
         if start:
             read = max(min(hit, prompt.length - 1), start) if self.replays else start
-            return start, read, 0, f"from {start}: block KV and state KV are at hand below it"
+            return start, read, 0, f"from {start}: block KV and state KV are available below it"
         if hit and self.replays and hit <= window:
             return 0, 0, 0, f"from 0: a hit of {hit} is no longer than the window ({window})"
-        words = "no state KV is at hand" if hit else "nothing is at hand"
+        words = "no state KV is available" if hit else "nothing is available"
         return 0, 0, 0, f"from 0: {words}"
 
     def _cut_words(self, prompt: Prompt, config: ModelConfig, cut: int) -> str:

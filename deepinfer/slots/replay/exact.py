@@ -1,4 +1,4 @@
-"""Exact: compute what is not at hand, drop nothing."""
+"""Exact: compute what is not available, drop nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @register("exact")
 class Exact:
-    """Start where both block KV and state KV are at hand; every later row runs in every layer.
+    """Start where both block KV and state KV are available; every later row runs in every layer.
 
     Block KV found beyond that place is not adopted: those rows have to run to fill the windows, and
     they write what they compute. All rows run where log-probabilities of the whole prompt are
@@ -37,10 +37,12 @@ class Exact:
         if prompt.wants_all_logits:
             why = "all rows: log-probabilities of the whole prompt are asked"
         elif start:
-            why = f"from {start}: block KV and state KV are at hand below it"
+            why = f"from {start}: block KV and state KV are available below it"
         else:
             why = (
-                "all rows: no state KV is at hand" if prompt.hit else "all rows: nothing is at hand"
+                "all rows: no state KV is available"
+                if prompt.hit
+                else "all rows: nothing is available"
             )
         return ReplayPlan(
             start=start,

@@ -69,7 +69,7 @@ class Halo:
         last = f"the last layer runs from {max(key[-1], start)}"
         if not hit:
             return f"all rows enter the last KV source; {last}"
-        have = f"block KV is at hand below {hit}, state KV up to {state_at}"
+        have = f"block KV is available below {hit}, state KV up to {state_at}"
         return f"from {start}: {have}; {last}"
 
 

@@ -94,7 +94,7 @@ def at_once(eng, looked_at) -> None:
 
 @pytest.mark.parametrize("overlap, drafts", [(False, 0), (True, 0), (True, 3)])
 def test_many_threads_add_and_abort_and_every_text_is_its_own(want, overlap, drafts):
-    """Pages for two thirds of what they want: some give way meanwhile."""
+    """Pages for two thirds of what they want: some be preempted meanwhile."""
     eng = engine("two layers", overlap=overlap, verifier=Fixed(drafts), num_pages=12)
     wrong: list[object] = []
 

@@ -347,7 +347,7 @@ def test_old_prefixes_make_room():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_take_the_room_of_pages_that_are_only_cached(overlap):
-    """No page is free, six are cached: a decode step with drafts takes one, and nobody gives way."""
+    """No page is free, six are cached: a decode step with drafts takes one, and nobody is preempted."""
     eng = engine(
         "one layer", num_pages=8, max_model_len=64, verifier=Fixed(DRAFTS), overlap=overlap
     )
@@ -448,7 +448,7 @@ def test_a_chunk_without_logits_that_is_not_finite_serves_nobody(layer, row, ove
     assert eng.cache.hits and eng.cache.pages >= 70 // PAGE
 
 
-@pytest.mark.parametrize("how", ["abort", "timeout", "gives way"])
+@pytest.mark.parametrize("how", ["abort", "timeout", "is preempted"])
 def test_a_request_that_ends_before_its_broken_chunk_is_seen_leaves_nothing(how):
     """The chunk is on its way: what it gives is for nobody."""
     eng = engine("2 and 1", experts=Once(), max_num_batched_tokens=16, overlap=True)
@@ -470,10 +470,10 @@ def test_a_request_that_ends_before_its_broken_chunk_is_seen_leaves_nothing(how)
     while eng.unfinished:
         for c in eng.step():
             assert c.error is None
-            if how == "gives way":
+            if how == "is preempted":
                 same(c, want)
         check(eng)
-    assert how == "gives way" or eng.cache.pages == 0
+    assert how == "is preempted" or eng.cache.pages == 0
     for _ in range(2):
         same(run(eng, LONG[:70], p)[0], want)
 
@@ -575,7 +575,7 @@ def test_a_plan_that_reads_a_window_nobody_has_is_refused():
     eng = engine("one layer", replay=Halfway())
     eng.generate(LONG[:70], params(most=1))
     with pytest.raises(
-        ValueError, match=r"Prompt\(length=70.*below start 27, .* first 1 layers is at hand at 48"
+        ValueError, match=r"Prompt\(length=70.*below start 27, .* first 1 layers is available at 48"
     ):
         eng.generate(LONG[:70], params(most=1))
     check_empty(eng)
@@ -627,7 +627,7 @@ def crowd(
     step=steady,
     loses: float = 0.0,
 ) -> None:
-    """`count` requests that arrive, are aborted and give way by chance, or (`loses`) their cached
+    """`count` requests that arrive, are aborted and be preempted by chance, or (`loses`) their cached
     pages are gone when they begin again."""
     todo = [(chance.randrange(18), chance.randint(1, 20)) for _ in range(count)]
     added: dict[int, tuple[int, int]] = {}

@@ -230,7 +230,7 @@ def test_what_differs_first_anywhere_computes_less_than_a_stride_again(rows):
             assert fresh.cache.lost_tokens < (stride or at)
 
 
-# ------------------------------------------------------------------------------------- who gives way
+# ------------------------------------------------------------------------------------- who is preempted
 
 
 def test_one_long_prompt_or_output_costs_others_no_more_than_its_own():

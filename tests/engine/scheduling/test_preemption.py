@@ -1,4 +1,4 @@
-"""Pages on demand: who gives way is computed again, and nobody can tell it from its text."""
+"""Pages on demand: who is preempted is computed again, and nobody can tell it from its text."""
 
 from __future__ import annotations
 

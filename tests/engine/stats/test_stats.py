@@ -211,7 +211,7 @@ def test_a_prefix_hit_is_counted_once(clock):
     stats.arrived(r)
     stats.found(r, 8)
     one_step(stats, clock, 0, [r])
-    stats.found(r, 16)  # it gave way and begins again
+    stats.found(r, 16)  # it was preempted and begins again
     assert (stats.cached_tokens, stats.prompt_tokens, stats.prefix_hit_rate) == (8, 16, 0.5)
 
 

@@ -43,7 +43,7 @@ def test_drafts_of_any_depth_give_the_serial_text(knowing, drafts):
     ids=str,
 )
 def test_any_engine_gives_the_text_that_it_gives_synchronously(knowing, monkeypatch, changes):
-    if changes.get("num_pages") == 9:  # those who give way do so with a result on the way
+    if changes.get("num_pages") == 9:  # those who be preempted do so with a result on the way
         monkeypatch.setattr(overlap, "short_of_pages", lambda *a: False)
     eng, want = engine(**{"verifier": Fixed(4), **changes}), serial()
     same(eng.generate(PROMPTS, PARAMS), want)

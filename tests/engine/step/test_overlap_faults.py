@@ -168,7 +168,7 @@ def test_ten_thousand_steps_with_faults_leave_nothing_behind(monkeypatch, schedu
 def test_sixty_four_requests_in_a_third_of_the_pages_are_serial(
     monkeypatch, layout, cached, verifier, scheduler, rows, careful
 ):
-    """careful=False: who gives way does so with its result on the way, as often as it happens."""
+    """careful=False: who is preempted does so with its result on the way, as often as it happens."""
     if not careful:
         monkeypatch.setattr(overlap, "short_of_pages", lambda *a: False)
     first = test_serving.SHARED if cached else 0

@@ -68,7 +68,7 @@ def test_tokens_are_the_serial_ones_of_the_cpu(gpu, serial, overlap, changes):
 )
 def test_behind_a_cut_tokens_are_those_of_the_cpu_without_hits(gpu, policy, overlap):
     """The prompts that are cut leave the windows of the first layers; who begins there, also after
-    it gave way, has the numbers of a cold prompt that is cut alone."""
+    it was preempted, has the numbers of a cold prompt that is cut alone."""
     cpu = di.Engine.tiny(device="cpu", dtype="float64", replay=policy)
     want = [cpu.generate(p, how)[0].token_ids for p, how in zip(PROMPTS, PARAMS)]
     how = dict(prefix_cache=True, num_pages=14, max_num_batched_tokens=48)

@@ -1,4 +1,4 @@
-"""What ends, gives way, forks or begins while a step is on its way, and what runs synchronously."""
+"""What ends, is preempted, forks or begins while a step is on its way, and what runs synchronously."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_snapshots_are_those_of_a_serial_run(knowing, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_pages_of_rejected_drafts_go_back(knowing, monkeypatch, overlap):
-    """Nobody is scheduled, waits or gives way while another holds pages that only drafts which were
+    """Nobody is scheduled, waits or is preempted while another holds pages that only drafts which were
     rejected would have needed. Without a step on its way there are none of them."""
     knowing.right = 0
     eng = engine(overlap=overlap, verifier=Fixed(5), num_pages=40, page_size=2)
