@@ -24,7 +24,7 @@ from deepinfer.conformance.law import (
     untouched,
 )
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams
-from deepinfer.slots.sampler.distribution import law as reference
+from deepinfer.slots.sampler.distribution import distribution as reference
 
 LAWS: list[Law] = []
 SIZES = ((1, 2), (2, 3), (3, 8), (5, 40))  # (rows, vocabulary), smallest first

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deepinfer as di
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.step.speculation import held_draft
+from deepinfer.engine.step.speculation import pending_draft
 from deepinfer.measure.bootstrap import Estimate
 from experiments.nano.findings import Finding
 from experiments.nano.intervals import aligned, over_modules, ratio
@@ -109,7 +109,7 @@ def write_batch(
     steps: dict[int, list[Step]] = {r: [] for r in numbers}
     out: list[Written | None] = [None] * len(prompts)
     while eng.unfinished:
-        before = {r.id: (len(r.output), held_draft(r)) for r in eng.requests.values()}
+        before = {r.id: (len(r.output), pending_draft(r)) for r in eng.requests.values()}
         done = {c.index: c for c in eng.step()}
         after = {r.id: len(r.output) for r in eng.requests.values()}
         after |= {i: len(c.token_ids) for i, c in done.items()}

@@ -46,7 +46,7 @@ class Resources:
 
     def match(self, request: Request) -> Admission | None:
         """How a waiting request would start with what the prefix cache has; None without one."""
-        return None if self.prefix_cache is None else self.prefix_cache.start(request)
+        return None if self.prefix_cache is None else self.prefix_cache.match(request)
 
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
@@ -73,7 +73,7 @@ class Resources:
         request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
         request.state_id = self.states.take(1)[0]
         if self.prefix_cache is not None and start is not None:
-            self.prefix_cache.begin(request, start)
+            self.prefix_cache.adopt(request, start)
             self.stats.found(request, request.optimistic_computed)
         request.status = "running"
         return True

@@ -224,7 +224,7 @@ def test_chained_turns_are_those_of_an_engine(eng, ids):
             said += ids[len(said) : prompt]
             how = dict(temperature=0.0, max_tokens=TURNS.reply, ignore_eos=True, progress=False)
             (reply,) = serving.generate([said], **how)
-            assert serving.runtime.reuse.report().hits == k
+            assert serving.runtime.prefix_cache.report().hits == k
             said += reply.token_ids
             logprobs.append(reply.logprobs)
     with turn_engine(eng, TURNS) as own:
