@@ -59,7 +59,7 @@ def test_bfloat16_is_the_default_and_finite():
     out = eng.generate(PROMPTS, max_tokens=8, temperature=0.0).raise_for_errors()
     assert all(len(c.token_ids) for c in out)
     assert eng.memory.to_json()
-    assert all(r.num_computed.is_cuda for r in eng.runtime.cache.windows)
+    assert all(r.stored.is_cuda for r in eng.runtime.cache.windows)
 
 
 def test_expected_numbers_hold_on_the_device(tmp_path):

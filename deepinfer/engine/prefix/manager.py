@@ -374,6 +374,6 @@ def snapshot_bytes(cache, layers: int | None = None) -> int:
     layers = cache.config.num_hidden_layers if layers is None else layers
     window = max(s.window for s in cache.specs)
     return sum(
-        window * r.num_computed.shape[1] * r.num_computed.element_size()
+        window * r.stored.shape[1] * r.stored.element_size()
         for r in cache.windows[:layers]
     )
