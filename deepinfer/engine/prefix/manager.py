@@ -373,7 +373,4 @@ def snapshot_bytes(cache, layers: int | None = None) -> int:
     position."""
     layers = cache.config.num_hidden_layers if layers is None else layers
     window = max(s.window for s in cache.specs)
-    return sum(
-        window * r.stored.shape[1] * r.stored.element_size()
-        for r in cache.windows[:layers]
-    )
+    return sum(window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers])
