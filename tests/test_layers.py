@@ -42,11 +42,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "deepinfer.rng",
         "deepinfer.kernels",
         "deepinfer.config",
-        "deepinfer.config_checks",
-        "deepinfer.config_io",
-        "deepinfer.config_release",
         "deepinfer.tables",
-        "deepinfer.notebook",
+        "deepinfer.session",
         "deepinfer.data",
     ),
     "parallel": ("deepinfer.parallel", "deepinfer.costmodel"),
@@ -77,18 +74,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "deepinfer.engine.step",
         "deepinfer.engine.background",
     ),
-    "compat": (
-        "deepinfer.compat",
-        "deepinfer.engine.environment",
-        "deepinfer.engine.llm",
-        "deepinfer.engine.llm_args",
-        "deepinfer.engine.llm_params",
-    ),
+    "compat": ("deepinfer.compat",),
     "measure": (
         "deepinfer.measure",
-        "deepinfer.engine.bench",
         "deepinfer.conformance",
-        "deepinfer.slots.conformance",
     ),
     DISPLAY: ("deepinfer.display",),
     "commands": (
@@ -102,12 +91,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
 
 RATCHET = {
     "largest circle of top": 4,
-    "largest circle of top and lazy": 10,
-    "largest circle of top, lazy and typing": 65,
-    "arrows up of top": 4,
-    "arrows up of lazy": 17,
-    "arrows up of typing": 19,
-    "arrows up": 29,
+    "largest circle of top and lazy": 6,
+    "largest circle of top, lazy and typing": 9,
+    "arrows up of top": 2,
+    "arrows up of lazy": 2,
+    "arrows up of typing": 3,
+    "arrows up": 7,
 }
 SETS = ((TOP,), (TOP, LAZY), KINDS)  # the kinds whose circles are counted
 
