@@ -118,7 +118,7 @@ def step_of(
     the rates; rounding: what the model computes with after it; dense: nothing is picked."""
     r, device = recipe, model.device
     inputs = {
-        "ids": torch.zeros(r.rows, r.optimistic_tokens + 1, dtype=torch.long, device=device),
+        "ids": torch.zeros(r.rows, r.length + 1, dtype=torch.long, device=device),
         "phase": torch.zeros((), dtype=torch.long, device=device),
         "factor": torch.zeros((), device=device),
         "bias_rate": torch.zeros((), device=device),
@@ -188,7 +188,7 @@ def train(
     )
     streams = trained_streams(data, r.renamed, seed)
     balance = Balance(model.layers, r.bias_rates)
-    short = replace(r, rows=r.rows * r.optimistic_tokens // r.dense_length, length=r.dense_length)
+    short = replace(r, rows=r.rows * r.length // r.dense_length, length=r.dense_length)
     steps = {
         (dense, rounding is not None): step_of(
             model, short if dense else r, optimiser, balance, compiled, capture, rounding, dense
@@ -219,7 +219,7 @@ def train(
             high, low = balance.worst()
             numbers = {k: x.item() for k, x in found.items()}  # waits, so the clock is honest
             now = time.perf_counter()
-            per_second = (step % 20 + 1) * r.rows * r.optimistic_tokens / (now - last)
+            per_second = (step % 20 + 1) * r.rows * r.length / (now - last)
             last = now
             log.row(
                 stage="backbone",

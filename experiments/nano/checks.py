@@ -175,10 +175,10 @@ def _windows(recipe: Any, window: int) -> Iterator[str]:
 
 
 def _backbone(r: Backbone, config: ModelConfig) -> Iterator[str]:
-    tokens = r.rows * r.optimistic_tokens
+    tokens = r.rows * r.length
     if tokens % r.dense_length:
         yield (
-            f"rows={r.rows} of length={r.optimistic_tokens} are {tokens:,} tokens a step, which sequences of "
+            f"rows={r.rows} of length={r.length} are {tokens:,} tokens a step, which sequences of "
             f"dense_length={r.dense_length} do not divide"
         )
     sizes = config.engram_max_ngram_size - 1
@@ -190,8 +190,8 @@ def _drafter(r: Drafter, config: ModelConfig) -> Iterator[str]:
     n, half = config.max_draft, r.written_length // 2
     if half <= n + 1:
         yield f"written_length={r.written_length}: more than {2 * n + 2} for drafts of {n} tokens"
-    if r.optimistic_tokens <= n + 2:
-        yield f"length={r.optimistic_tokens}: more than {n + 2} for drafts of {n} tokens"
+    if r.length <= n + 2:
+        yield f"length={r.length}: more than {n + 2} for drafts of {n} tokens"
     if r.prompt > half:
         yield f"prompt={r.prompt}: at most half of written_length={r.written_length}"
 

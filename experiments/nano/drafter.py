@@ -205,7 +205,7 @@ def _sources(
     prompts = written.prompts([data["library"], data["tests"]], r.written, r.prompt, seed + 4)
     heat = torch.linspace(*r.temperatures, r.written)
     half = r.written_length // 2
-    rows = max(1, min(r.rows * r.optimistic_tokens // r.written_length, r.written))
+    rows = max(1, min(r.rows * r.length // r.written_length, r.written))
 
     def write(name: str, starts: Tensor, heat: Tensor) -> Source:
         began = time.perf_counter()
@@ -232,7 +232,7 @@ def _sources(
     sampled = write("sampled", prompts, heat)
     assert sampled.text is not None
     greedy = write("greedy", sampled.text[:, :half], torch.zeros(r.written))
-    return [Source("corpus", None, 0, r.rows, r.optimistic_tokens), sampled, greedy]
+    return [Source("corpus", None, 0, r.rows, r.length), sampled, greedy]
 
 
 def _rows(
@@ -249,7 +249,7 @@ def _rows(
 @torch.no_grad()
 def evaluate(model: Model, split: Split, r: Drafter, compiled: bool) -> dict:
     """Metrics on a split, at the same anchors every time and whatever the rows of a step."""
-    ids = torch.from_numpy(pieces(split, r.optimistic_tokens + 1))[:DEV_ROWS].to(model.device)
+    ids = torch.from_numpy(pieces(split, r.length + 1))[:DEV_ROWS].to(model.device)
     random = torch.Generator(model.device).manual_seed(0)
     full = compiled and len(ids) == r.rows
     r = replace(r, rows=len(ids))  # else the anchors would be as many as in a step

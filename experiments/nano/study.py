@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from deepinfer.engine.engine import Engine
-from deepinfer.tables import provenance
+from deepinfer.engine.provenance import of_engine
 from deepinfer.tables.table import Table
 from experiments.nano.texts import Document, Logits, Scored, firsts, modules, score
 
@@ -84,7 +84,7 @@ class Study:
 
     def table(self, rows: Any, title: str = "", columns: Any = None, **facts: object) -> Table:
         """A Table that carries what it was measured on."""
-        known = provenance.of_engine(self.stored)
+        known = of_engine(self.stored)
         if self.unquantised is not None:
             known["unquantised_weights"] = self.unquantised.fingerprint
         known["sizes"] = vars(self.sizes)

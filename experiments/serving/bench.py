@@ -44,8 +44,8 @@ def targets(found: Mapping[str, Table]) -> Table:
             rows.append(dict(what=what, wanted=wanted, measured=worst, reached=worst <= wanted))
 
     if "speed" in found:
-        scheduled = found["speed"].where(batch=16)["engine share %"]
-        judge("engine share of a step at 16 requests, %", 10, scheduled)
+        share = found["speed"].where(batch=16)["engine share %"]
+        judge("engine share of a step at 16 requests, %", 10, share)
     if "idle gap" in found:
         idle = found["idle gap"].where(engine="overlapped")
         for load in gap.LOADS:

@@ -36,7 +36,7 @@ class Lane:
         return Lane(t.busy, idle, len({s.step for s in t.device}))
 
     @property
-    def item(self) -> float:
+    def share(self) -> float:
         """Idle part of the time with work to do."""
         idle = sum(self.idle.values())
         return idle / (self.busy + idle)
@@ -113,7 +113,7 @@ def row(
     """Of the rounds of one case. computing: seconds of each step; seconds: of the simulated device.
     'at 20 ms': the gaps beside steps that take just these, however long the model computed."""
     gap = statistics.median(sum(lane.idle.values()) / lane.steps for lane in lanes)
-    item = spread([lane.item for lane in lanes])
+    share = spread([lane.share for lane in lanes])
     causes: dict[str, float] = {}
     for lane in lanes:
         for cause, spent in lane.idle.items():
@@ -122,9 +122,9 @@ def row(
         "load": load,
         "engine": "overlapped" if overlap else "synchronous",
         "batch": batch,
-        "idle %": 100 * item["median"],
-        "least %": 100 * item["least"],
-        "most %": 100 * item["most"],
+        "idle %": 100 * share["median"],
+        "least %": 100 * share["least"],
+        "most %": 100 * share["most"],
         "idle ms a step": 1e3 * gap,
         "at 20 ms, %": 100 * gap / (seconds + gap),
         "most of it during": max(causes, key=causes.__getitem__) if causes else None,

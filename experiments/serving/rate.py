@@ -35,13 +35,13 @@ class Rounds:
     host: list[dict[str, float]] = field(default_factory=list)
 
     @property
-    def scheduled(self) -> list[float]:
+    def shares(self) -> list[float]:
         """What part of an engine's step is not the bare loop's, of each round."""
         return [1 - bare / engine for bare, engine in zip(self.bare, self.engine)]
 
     def speed(self) -> dict[str, object]:
         """A row of the table of speeds. Rates: of the median step."""
-        item, host = spread(self.scheduled), [sum(h[p] for p in HOST) for h in self.host]
+        share, host = spread(self.shares), [sum(h[p] for p in HOST) for h in self.host]
         step = statistics.median(self.engine)
         return {
             "batch": self.batch,
@@ -50,9 +50,9 @@ class Rounds:
             "overlapped tokens/s": self.batch / statistics.median(self.overlapped),
             "bare ms": 1e3 * statistics.median(self.bare),
             "engine ms": 1e3 * step,
-            "engine share %": 100 * item["median"],
-            "least %": 100 * item["least"],
-            "most %": 100 * item["most"],
+            "engine share %": 100 * share["median"],
+            "least %": 100 * share["least"],
+            "most %": 100 * share["most"],
             "host phases %": 100 * statistics.median(host) / step,
         }
 

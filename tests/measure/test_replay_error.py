@@ -325,7 +325,7 @@ def test_behind_a_hit_as_an_engine_with_a_prefix_cache():
     greedy = dict(temperature=0.0, ignore_eos=True)
     serving.generate(TEXTS[0][:hit], max_tokens=1, **greedy)
     (done,) = serving.generate(TEXTS[0][:PROMPT], max_tokens=MORE, **greedy)
-    assert serving.runtime.reuse.report().hit_tokens == hit - WINDOW
+    assert serving.runtime.prefix_cache.report().hit_tokens == hit - WINDOW
     ids = [*TEXTS[0][:PROMPT], *done.token_ids]
     plan = plan_of(eng.with_(replay=policy), "both", PROMPT, hit)
     assert plan.start == hit - WINDOW and plan.write_from == hit

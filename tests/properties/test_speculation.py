@@ -11,6 +11,7 @@ from slots.laws import chi_square_fits
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.protocols import RowParams
+from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.verifier import Fixed
 
 TOKENS = 20

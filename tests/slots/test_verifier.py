@@ -158,7 +158,7 @@ def test_rejection_does_not_depend_on_company_and_leaves_inputs_alone():
 
 def test_rejection_without_laws_is_refused():
     draft, target = case(P, Q, 2)
-    with pytest.raises(ValueError, match="1 drafts, 0 laws"):
+    with pytest.raises(ValueError, match="1 drafts, 0 distributions"):
         Fixed(1, rule="rejection").accept(
             Draft(draft.tokens, draft.confidence, draft.logprobs), target
         )

@@ -706,7 +706,7 @@ eng = di.Engine.tiny(device="cpu", overlap=True)
 bg = eng.background()
 runs = [bg.add("hello", max_tokens=3000, ignore_eos=True) for _ in range(3)]
 next(iter(runs[0]))
-print(runs[1].state)
+print(runs[1].status)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "running\n", "")

@@ -523,7 +523,7 @@ def test_of_what_a_failed_request_has_left_no_snapshot_stays_either():
 
     bad = engine("one layer", sampler=Wrong(), max_num_batched_tokens=16, num_snapshots=60)
     number = bad.add(LONG[:70], params(most=9))
-    while bad.requests[number].stored < 64:
+    while bad.requests[number].num_computed < 64:
         bad.step()
     assert bad.cache.pages == bad.cache.snapshots == 8
     while bad.unfinished:

@@ -83,10 +83,10 @@ def test_nobody_overtakes_the_head_of_the_queue():
     b = eng.add(stream(32, 2, high=90), large)
     c = eng.add([5], small)  # would fit beside a
     eng.step()
-    assert [eng.requests[i].state for i in (a, b, c)] == ["running", "waiting", "waiting"]
+    assert [eng.requests[i].status for i in (a, b, c)] == ["running", "waiting", "waiting"]
     eng.abort(a)
     eng.step()
-    assert [eng.requests[i].state for i in (b, c)] == ["running", "running"]
+    assert [eng.requests[i].status for i in (b, c)] == ["running", "running"]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_both_numbers():

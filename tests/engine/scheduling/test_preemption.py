@@ -201,7 +201,7 @@ def test_the_longest_output_gives_way_and_waits_in_front():
     )
     assert seen[-1][a] > seen[-1][b]
     assert [r.id for r in eng.runtime.scheduler.waiting] == [a, c]  # c never ran: it stays behind
-    assert eng.requests[b].state == "running"
+    assert eng.requests[b].status == "running"
     order = []
     while eng.unfinished:
         order += [x.index for x in eng.step()]
@@ -344,7 +344,7 @@ def test_what_was_lost_is_found_again():
     rt.scheduler.recover(eng.requests.values())
     check(eng)
     assert [r.id for r in rt.scheduler.running] == [numbers[1], numbers[0]]
-    eng.requests[numbers[0]].slot = 0
+    eng.requests[numbers[0]].state_id = 0
     rt.resources.recover(eng.requests.values())
     rt.scheduler.recover(eng.requests.values())
     check(eng)
@@ -370,7 +370,7 @@ def test_tokens_of_an_interrupted_commit_may_need_one_page_more():
         r.logprobs.append(want.logprobs[at])
         r.steps.append(want.steps[at])
     assert r.optimistic_tokens == 9 and r.optimistic_computed <= 6 and len(r.pages) == 1
-    assert eng.requests[other].length <= 8
+    assert eng.requests[other].optimistic_tokens <= 8
     done = {}
     while eng.unfinished:
         done |= {c.index: c for c in eng.step()}

@@ -391,7 +391,7 @@ def test_a_fork_is_a_request_behind_all_that_its_parent_had(eng):
     parent = other.add(list(range(10, 40)), max_tokens=40, ignore_eos=True)
     while len(other.requests[parent].output) < 30:
         other.step()
-    had = other.requests[parent].length
+    had = other.requests[parent].optimistic_tokens
     child = other.fork(parent, max_tokens=36, ignore_eos=True)
     while other.unfinished:
         other.step()

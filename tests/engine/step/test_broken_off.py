@@ -219,7 +219,7 @@ def test_a_fork_of_what_has_finished_goes_on():
     text = [next(tokens).id for _ in range(4)]
     assert eng.requests[id].finished
     child = eng.fork(id, max_tokens=9)
-    assert (eng.requests[child].state, eng.requests[child].finish_reason) == ("waiting", None)
+    assert (eng.requests[child].status, eng.requests[child].finish_reason) == ("waiting", None)
     list(tokens)
     done = []
     while eng.unfinished:

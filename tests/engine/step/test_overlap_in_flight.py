@@ -115,7 +115,9 @@ def test_a_fork_of_what_is_on_its_way_goes_on_from_what_is_known(knowing, cached
     request = eng.requests[parent]
     assert request.in_flight and request.num_tokens < request.optimistic_tokens
     child = eng.fork(parent, seed=PARAMS[4].seed)
-    assert eng.requests[child].known == request.num_tokens and not eng.requests[child].in_flight
+    assert (
+        eng.requests[child].num_tokens == request.num_tokens and not eng.requests[child].in_flight
+    )
     done = {}
     while eng.unfinished:
         done |= {c.index: c for c in eng.step()}
