@@ -189,17 +189,19 @@ def _share_bigrams(config: ModelConfig, state: dict[str, Tensor], seed: int) -> 
     what follows, and the drafter's own output is turned down beside its Markov head.
     """
     rank, width, vocab = config.dspark_markov_rank, config.hidden_size, config.vocab_size
-    seen = torch.linalg.qr(_draw(seed, "bigram.seen", (width, rank)))[0].T
-    likes = _draw(seed, "bigram.likes", (vocab, rank)) * rank**0.5
-    embed = state["embed.weight"]
+    # In float64: LAPACK's and BLAS's float32 differ by machine, and so would every text of the model.
+    seen = torch.linalg.qr(_draw(seed, "bigram.seen", (width, rank)).double())[0].T
+    likes = _draw(seed, "bigram.likes", (vocab, rank)).double() * rank**0.5
+    embed = state["embed.weight"].double()
     embed += (_SHOWN - 1) * (embed @ seen.T) @ seen
     noise = embed[config.dspark_noise_token_id]
     noise -= seen.T @ (seen @ noise)
-    state["head.weight"] = state["head.weight"] + _BIGRAM * likes @ seen
-    last = config.layer_name(config.draft_layers[-1])
     hidden = embed * (width**0.5 / embed.norm(dim=1, keepdim=True))  # as a norm would show it
-    state[f"{last}.markov_head.embed.weight"] = hidden @ seen.T
-    state[f"{last}.markov_head.head.weight"] = _BIGRAM * likes
+    last = config.layer_name(config.draft_layers[-1])
+    state["embed.weight"] = embed.float()
+    state["head.weight"] = (state["head.weight"].double() + _BIGRAM * likes @ seen).float()
+    state[f"{last}.markov_head.embed.weight"] = (hidden @ seen.T).float()
+    state[f"{last}.markov_head.head.weight"] = (_BIGRAM * likes).float()
     state[f"{last}.norm.weight"] *= 0.3
 
 
