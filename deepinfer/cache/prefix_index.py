@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from deepinfer.cache.addressing import full_pages
 from deepinfer.cache.page_keys import ImageSpan, page_key, root_key
 from deepinfer.cache.pages import PageManager
 
@@ -242,9 +243,10 @@ class PrefixIndex:
     ) -> list[bytes]:
         """Keys of all full pages of `ids`. known: keys of its first pages, from an earlier call for
         the same sequence, which are not computed again."""
-        size, keys = self.page_size, list(known[: len(ids) // self.page_size])
+        size, full = self.page_size, full_pages(len(ids), self.page_size)
+        keys = list(known[:full])
         parent = keys[-1] if keys else root_key(self.model, salt, adapter, self.generation)
-        for page in range(len(keys), len(ids) // size):
+        for page in range(len(keys), full):
             parent = page_key(parent, page * size, ids[page * size : (page + 1) * size], images)
             keys.append(parent)
         return keys
@@ -261,7 +263,7 @@ class PrefixIndex:
         ends (`snapshots.get` the one that is used). exact: nothing computed on an approximate
         window is served."""
         found: list[HeldPage] = []
-        for key in keys[: max(limit, 0) // self.page_size]:
+        for key in keys[: full_pages(limit, self.page_size)]:
             held = self.pages.get(key)
             if held is None or (exact and not held.exact):
                 break

@@ -1,10 +1,12 @@
-"""Snapshot: what a sequence needs beside its pages to go on from a page boundary.
+"""Snapshot: what a sequence needs beside its pages to continue from a page end.
 
-At position p that is, per backbone layer, the window keys of the last min(window, p) positions, as
-they are stored. Nothing else: a page is a multiple of every compress ratio, so no group is open at
-its end; the drafter's window is filled by the rows that run behind the boundary; the ids before
-them are known. 528 bytes a row and layer in the released format. Where a prompt was cut, the first
-layers alone have them: its later layers ran no such rows, or ran them on an approximate window.
+At position p these are the window keys of the last min(window, p) positions of each backbone layer,
+as they are stored: 528 bytes a row and layer in the released format. Nothing else is needed. A page
+is a multiple of every compress ratio, so no group is open at its end. The rows behind the page end
+fill the drafter's window, and the token ids before it are known.
+
+A prompt that a replay policy cuts leaves snapshots of its first layers only: the layers behind the
+cut ran no such rows, or ran them on an approximate window.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.cache.addressing import page_end, ring_run, ring_start
 from deepinfer.cache.kv_cache import KVCache
-from deepinfer.cache.layer_kv import ring_places
 from deepinfer.kernels import formats
 from deepinfer.kernels.records import Records
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Window rows at `position`. windows: of the first backbone layers, or of all, [n, width of the
-    ring's storage], the rows of positions position-n..position-1, n = min(window, position). exact:
-    none of them was computed on an approximate window. floor: the highest of the plan that they
-    were computed with: with another one the later layers' rows are others."""
+    """Window rows at `position`, a page end. windows: one tensor [n, d] for each of the first
+    backbone layers, with the rows of the positions position-n..position-1, n = min(window,
+    position), d the width of the ring's storage. exact: no row was computed on an approximate
+    window. floor: the highest floor of the replay plan that the rows were computed with; another
+    floor gives other rows in the later layers."""
 
     position: int
     windows: tuple[Tensor, ...]
@@ -45,28 +48,27 @@ class Snapshot:
         exact: bool = True,
         floor: int = 0,
     ) -> Snapshot:
-        """Copy the rows of the first `layers` layers (None: of all) out of the rings of slot
-        `state`. Raises ValueError where they are no longer all there; `held` says so before, and
-        explains the other arguments."""
+        """Copy the rows of the first `layers` layers (None: of all) from the rings of state id
+        `state`. computed, drafts: as in `held`. Raises ValueError if a row has been overwritten;
+        ask `held` first."""
         if not held(cache, position, computed=computed, drafts=drafts):
             n = rows_at(cache, position)
             raise ValueError(
                 f"the window rows {position - n}..{position - 1} were asked of rings that hold "
-                f"{max(computed + drafts - cache.ring, 0)}..{computed - 1}: capture a "
+                f"{ring_start(computed + drafts, cache.ring)}..{computed - 1}: capture a "
                 f"boundary no more than {cache.ring - n - drafts} positions back, or hand the rows "
                 "over with from_rows"
             )
         places = ring_rows(cache, state, position)
         rows = tuple(cache.windows[i].stored[places] for i in backbone(cache)[:layers])
-        return Snapshot(position, rows, exact, floor)
+        return Snapshot(position=position, windows=rows, exact=exact, floor=floor)
 
     @staticmethod
     def from_rows(
         cache: KVCache, rows: Sequence[Tensor], position: int, *, exact: bool = True
     ) -> Snapshot:
-        """From the rows [n, width] of the first backbone layers, oldest first, in the ring's stored
-        format (see `as_stored`); they are copied. For boundaries inside a chunk longer than the
-        rings."""
+        """Copy the rows [n, d] of the first backbone layers, oldest first, in the ring's stored
+        format (`as_stored`). For page ends inside a chunk that is longer than the rings."""
         snapshot = Snapshot(position, tuple(r.detach().clone() for r in rows), exact)
         snapshot.check(cache)
         return snapshot
@@ -109,7 +111,7 @@ class Snapshot:
             stored[places] = rows.to(stored.device)
 
     def check(self, cache: KVCache) -> None:
-        """Raises ValueError where these are not the rows of a boundary in this cache."""
+        """Raises ValueError if these are not the rows of a page end in this cache."""
         n, layers = rows_at(cache, self.position), backbone(cache)
         if not 0 < self.layers <= len(layers):
             raise ValueError(
@@ -127,15 +129,23 @@ class Snapshot:
                 )
 
 
+def snapshot_bytes(cache: KVCache, layers: int | None = None) -> int:
+    """Bytes of a snapshot of the first `layers` backbone layers (None: of all) with a full window."""
+    window = max(s.window for s in cache.specs)
+    stored = [cache.windows[i].stored for i in backbone(cache)[:layers]]
+    return sum(window * x.shape[1] * x.element_size() for x in stored)
+
+
 def backbone(cache: KVCache) -> range:
     """Layers whose window rows a snapshot holds."""
     return range(cache.config.num_layers)
 
 
 def rows_at(cache: KVCache, position: int) -> int:
-    """How many window rows there are at a boundary. Raises ValueError where `position` is none."""
+    """How many window rows a snapshot at a page end has. Raises ValueError if `position` is no page
+    end."""
     size = cache.size.page_size
-    if position <= 0 or position % size:
+    if position <= 0 or position != page_end(position, size):
         raise ValueError(
             f"position {position} is no page boundary: want a multiple of {size} from {size} on"
         )
@@ -149,21 +159,21 @@ def rows_at(cache: KVCache, position: int) -> int:
 
 
 def held(cache: KVCache, position: int, *, computed: int, drafts: int = 0) -> bool:
-    """Whether the rings of a sequence still hold the rows of a boundary, of layers that wrote them.
+    """Whether the rings of a sequence still hold the window rows of a page end.
 
-    computed: its positions that are stored and valid; drafts: rows past them that a step has
-    written and not accepted (too many is safe).
+    computed: positions of the sequence that are stored and valid. drafts: rows past them that a
+    step has written and not accepted; a number that is too large is safe.
     """
     first = position - rows_at(cache, position)
-    return position <= computed and first >= computed + drafts - cache.ring
+    return position <= computed and first >= ring_start(computed + drafts, cache.ring)
 
 
 def ring_rows(cache: KVCache, state: int, position: int) -> Tensor:
-    """[n] places in a window Records of the rows of a boundary, oldest first."""
+    """[n] ring places of the window rows of a page end, oldest first."""
     if not 1 <= state <= cache.size.num_states:
-        raise ValueError(f"state slot {state} is none of 1..{cache.size.num_states}")
-    at = torch.arange(position - rows_at(cache, position), position, device=cache.device)
-    return ring_places(torch.full_like(at, state), at, cache.ring)
+        raise ValueError(f"state id {state} is not in 1..{cache.size.num_states}")
+    first = position - rows_at(cache, position)
+    return ring_run(state, first, position, cache.ring, cache.device)
 
 
 def as_stored(records: Records, rows: Tensor) -> Tensor:

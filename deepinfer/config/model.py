@@ -321,9 +321,15 @@ class ModelConfig(Config):
         return self.dspark_block_size if self.num_nextn_predict_layers else 0
 
     @property
+    def backtracking(self) -> int:
+        """Tokens that a verification may step back, at most: the drafts of a step and one."""
+        return self.max_draft + 1
+
+    @property
     def ring_length(self) -> int:
-        """Slots of a window ring: the window, the drafts and one token of backtracking."""
-        return self.sliding_window + self.max_draft + 1
+        """Records of a window ring: the window and the backtracking. So many tokens at the end of a
+        sequence decoding may look back to."""
+        return self.sliding_window + self.backtracking
 
     @property
     def engram_columns(self) -> int:

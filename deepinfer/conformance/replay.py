@@ -12,7 +12,6 @@ from deepinfer.conformance import prompt_run
 from deepinfer.conformance.law import Law, Subject, case, expect, law
 from deepinfer.conformance.small import small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
-from deepinfer.slots.replay.bounded import backtracking
 
 LAWS: list[Law] = []
 
@@ -122,7 +121,7 @@ def short_hit(s: Subject) -> None:
 def left(s: Subject) -> None:
     """A policy may be sized when it starts, so the plans are those for the engine's own model."""
     config = s.info.config
-    window, back = config.sliding_window, backtracking(config)
+    window, back = config.sliding_window, config.backtracking
     for words, prompt, model, plan in plans(s):
         lowest = left_from(prompt.length, config)
         if plan is None or model is not config or prompt.hit > lowest:
@@ -146,7 +145,7 @@ def left(s: Subject) -> None:
 def left_from(length: int, config: ModelConfig) -> int:
     """The lowest position that decoding behind a prompt of so many tokens may look back to, where a
     verification was rolled back, in every layer's window and in the drafter's context."""
-    return max(length - config.sliding_window - backtracking(config), 0)
+    return max(length - config.ring_length, 0)
 
 
 @law(LAWS, "where all logits are wanted no row is dropped, or the prompt is refused (ValueError)")

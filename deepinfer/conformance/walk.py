@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from deepinfer import kernels
+from deepinfer.cache.addressing import entry_places, ring_places, ring_start
 from deepinfer.cache.kv_cache import CacheSize, KVCache
-from deepinfer.cache.layer_kv import LayerKV, ring_places
+from deepinfer.cache.layer_kv import LayerKV
 from deepinfer.config import ModelConfig
 from deepinfer.conformance.law import generator
 from deepinfer.kernels.records import Layout, Records
@@ -115,11 +116,11 @@ def filled_cache(attention: Any, world: World, batch: Batch) -> KVCache:
     specs = [attention.kv_spec(c, layer) for layer in range(len(c.compress_ratios))]
     b, pages = batch.pages.shape
     size = CacheSize(
-        num_pages=b * pages, num_states=b, page_size=c.sliding_window, backtracking=c.max_draft + 1
+        num_pages=b * pages, num_states=b, page_size=c.sliding_window, backtracking=c.backtracking
     )
     cache = KVCache(c, specs, size, dtype=world.dtype, device=torch.device("cpu"))
     for i, start in enumerate(batch.length.tolist()):
-        held = torch.arange(max(start - cache.ring, 0), start)
+        held = torch.arange(ring_start(start, cache.ring), start)
         for layer in range(c.num_layers):
             places = ring_places(batch.state[i], held, cache.ring)
             cache.windows[layer].write(places, world.numbers["window"][layer, i, held])
@@ -127,7 +128,7 @@ def filled_cache(attention: Any, world: World, batch: Batch) -> KVCache:
             r = c.ratio(layer)
             per_page = cache.entries_per_page(r)
             number = torch.arange(start // r)
-            places = batch.pages[i, number // per_page] * per_page + number % per_page
+            places = entry_places(batch.pages[i, None], number[None], per_page)[0]
             for store, part in ((cache.entries, "entries"), (cache.index_keys, "index_keys")):
                 store[layer].write(places, world.numbers[part][layer, i, number * r + r - 1])
     return cache

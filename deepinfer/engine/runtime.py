@@ -132,7 +132,7 @@ class Runtime:
     def _warn_of_little(self, prompt: Prompt, plan: ReplayPlan) -> None:
         """Once, where a plan leaves less than decoding may look back to: `Bounded` refuses that
         when it starts, a policy of somebody's own may not."""
-        needs = self.config.sliding_window + self.config.max_draft + 1
+        needs = self.config.ring_length
         left = prompt.length - max(*plan.floor, plan.rows_from[-1])
         if self._told_of_little or left >= min(needs, prompt.length):
             return

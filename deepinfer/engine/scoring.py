@@ -32,7 +32,7 @@ def forced_logits(
         raise ValueError(f"prompt={prompt}: the first rows to treat as the prompt, 1..{len(ids)}")
     sizes = chunk_sizes(len(ids), prompt, chunks, rt.limits.rows)
     plan = rt.replay_plan(Prompt(prompt))
-    need = -(-len(ids) // rt.limits.page_size)
+    need = rt.resources.pages_of(len(ids))
     if need > rt.pages.available or not rt.states.free:
         raise RuntimeError(
             f"a teacher-forced pass of {len(ids)} tokens needs {need} pages and a state slot; "

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from deepinfer.cache.addressing import most_page_ends, pages_of
 from deepinfer.cache.kv_cache import CacheSize, KVCache
+from deepinfer.cache.snapshots import snapshot_bytes
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine.prefix.manager import snapshot_bytes
-from deepinfer.engine.prefix.snapshot_policy import tail_ends
 
 DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
 
@@ -55,7 +55,7 @@ class Limits:
                     f"page_size={page}{asked} is no multiple of compress ratio {ratio}: entries would straddle pages"
                 )
         seqs = settings.max_num_seqs
-        per_seq = -(-(model_len + max_draft) // page)
+        per_seq = pages_of(model_len + max_draft, page)
         rows = settings.max_num_batched_tokens or max(model_len, seqs * (1 + max_draft))
         return Limits(model_len, seqs, rows, page, settings.num_pages or seqs * per_seq, max_draft)
 
@@ -117,5 +117,5 @@ def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> i
     """
     c, count = cache.config, settings.num_snapshots
     if count is None:
-        count = (5 + tail_ends(c.sliding_window + c.max_draft + 1, limits.page_size)) * limits.seqs
+        count = (5 + most_page_ends(c.ring_length, limits.page_size)) * limits.seqs
     return count * snapshot_bytes(cache)

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from deepinfer.cache.addressing import entry_writes
 from deepinfer.cache.layer_kv import LayerKV
 from deepinfer.config import ModelConfig
-from deepinfer.model.compressor import Compressor, closes
+from deepinfer.model.compressor import Compressor
 from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm, frozen
 from deepinfer.slots.protocols import AttnPlan, Cut, IndexQuery, LayerInfo, Rows, RowSet, Selected
@@ -223,13 +224,3 @@ def store(records, places: Tensor, exact: Tensor, rounded: Tensor) -> None:
     """Write one step's records: packed formats quantise the exact values themselves (their scale is
     chosen from them), float records take the rounded ones. Both read back the same numbers."""
     records.write(places, exact if records.layout.packed else rounded)
-
-
-def entry_writes(batch, keys: RowSet, own_start: Tensor, ratio: int, per_page: int) -> Tensor:
-    """[t] page place of the entry each row closes, -1 where it closes none or lies below write_from."""
-    owner = keys.owner
-    entry = (keys.positions + 1) // ratio - 1
-    write = closes(keys, ratio) & (keys.positions >= own_start[owner])
-    page = (entry // per_page).clamp(0, batch.pages.shape[1] - 1)
-    held = batch.pages[owner].gather(1, page[:, None])[:, 0]
-    return (held * per_page + entry % per_page).masked_fill(~write | (held == 0), -1)

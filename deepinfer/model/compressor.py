@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepinfer.cache.layer_kv import ring_places
+from deepinfer.cache.addressing import group_places, ring_writes
 from deepinfer.config import ModelConfig
-from deepinfer.model.context import ForwardContext, last_rows_places
+from deepinfer.model.context import ForwardContext
 from deepinfer.model.layers import Linear, Norm
 from deepinfer.slots.protocols import RowSet
 
@@ -48,37 +48,16 @@ class Compressor(nn.Module):
         ring = None if ctx.cache is None else ctx.cache.groups[self.layer]
         records = ctx.records(ring, token)
         stored = ring.count if ring is not None and ctx.batch.has_history else 0
+        length = 1 if ring is None else ctx.cache.group_ring
         places = ctx.once(
             ("group places", id(keys), self.ratio),
-            lambda: group_places(ctx, keys, self.ratio, stored),
+            lambda: group_places(ctx.batch, keys, self.ratio, length, stored),
         )
         groups = records.gather(places)
         if ring is not None:
             last = ctx.once(
                 ("group writes", id(keys)),
-                lambda: last_rows_places(ctx.batch, keys, ctx.cache.group_ring),
+                lambda: ring_writes(ctx.batch, keys, length),
             )
             ring.write(last, token)
         return groups
-
-
-def group_places(ctx: ForwardContext, keys: RowSet, ratio: int, stored: int) -> Tensor:
-    """[t, r] places of the r tokens that end at each row: `stored` ring records, then own rows; -1
-    before the start of a sequence, and below the first own row where there is no ring."""
-    back = torch.arange(ratio - 1, -1, -1, device=keys.positions.device)
-    at = keys.positions[:, None] - back
-    owner = keys.owner
-    start = keys.start[owner][:, None]
-    places = stored + keys.first[owner][:, None] + at - start
-    valid = (at >= 0) & (keys.seq >= 0)[:, None]
-    if stored:
-        old = ring_places(ctx.batch.state[owner][:, None], at, ctx.cache.group_ring)
-        places = torch.where(at >= start, places, old)
-    else:
-        valid = valid & (at >= start)
-    return places.masked_fill(~valid, -1)
-
-
-def closes(keys: RowSet, ratio: int) -> Tensor:
-    """[t] True where the row is the last of its group."""
-    return (keys.seq >= 0) & ((keys.positions + 1) % ratio == 0)

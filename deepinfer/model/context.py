@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deepinfer.cache.addressing import ring_writes
 from deepinfer.cache.kv_cache import KVCache
-from deepinfer.cache.layer_kv import ring_places
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.numerics import constant
 from deepinfer.kernels.records import Layout, Records
@@ -118,14 +118,4 @@ class ForwardContext:
         kv_from = None if batch.kv_from is None else batch.kv_from[layer]
         groups = batch.floor_groups
         key = ("window writes", id(keys), 0 if groups is None or kv_from is None else groups[layer])
-        return self.once(key, lambda: last_rows_places(batch, keys, cache.ring, kv_from))
-
-
-def last_rows_places(batch: Batch, keys: RowSet, ring: int, lowest: Tensor | None = None) -> Tensor:
-    """[t] ring places of the last `ring` rows of each sequence at or above `lowest` [b], else -1."""
-    owner = keys.owner
-    end = (batch.length + batch.rows)[owner]
-    write = (keys.seq >= 0) & (keys.positions >= end - ring)
-    if lowest is not None:
-        write = write & (keys.positions >= lowest[owner])
-    return ring_places(batch.state[owner], keys.positions, ring).masked_fill(~write, -1)
+        return self.once(key, lambda: ring_writes(batch, keys, cache.ring, kv_from))

@@ -22,8 +22,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from deepinfer.cache.addressing import context_places
 from deepinfer.cache.kv_cache import KVCache
-from deepinfer.cache.layer_kv import ring_places
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.records import Layout, Records
 from deepinfer.model import mhc
@@ -196,14 +196,11 @@ class Drafter:
         """Every row of a block sees the W context positions before it and the whole block."""
         device = positions.device
         width = min(self.model.config.sliding_window, max(ctx.batch.reach, 1))
-        context = positions[:, None] - torch.arange(width, 0, -1, device=device)
         stored = ctx.cache.windows[self.model.mtp[0].layer].count if ctx.batch.has_history else 0
         own = stored + rows.first[:, None] + torch.arange(n, device=device)
         floor = ctx.floor(self.model.mtp[0].layer)
-        lowest = 0 if floor is None else floor[:, None].clamp(min=0)
-        held = ring_places(ctx.batch.state[:, None], context, ctx.cache.ring)
-        held = held.masked_fill(context < lowest, -1)
-        places = torch.cat([held, own], 1)
+        context = context_places(ctx.batch.state, positions, floor, width, ctx.cache.ring)
+        places = torch.cat([context, own], 1)
         return AttnPlan(places.repeat_interleave(n, 0), rows)
 
     def states(

@@ -104,7 +104,7 @@ def depths(
     takes and the default: at the first decoder layer, and by `later` at those behind it. Named "n6 keep 76",
     n the layers whose window is cut."""
     first, window = c.first_decoder_layer, c.sliding_window
-    least = window + c.max_draft + 1
+    least = c.ring_length
     out: dict[str, Bounded] = {}
     for layer in range(first, c.num_layers if later else first + 1):
         n = c.num_layers - layer

@@ -237,7 +237,7 @@ def law(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     for at in range(c.first_decoder_layer, c.num_layers):
         exact = Bounded(layer=at).exact_keep(c)
         for keep in (exact - 1, exact):
-            if keep >= c.sliding_window + c.max_draft + 1:
+            if keep >= c.ring_length:
                 policies[f"n{c.num_layers - at} keep {keep}"] = Bounded(keep=keep, layer=at)
     texts = passages(eng, "heldout", sizes.prompt + sizes.continuation, sizes.law_passages)
     r = measured(eng, texts, policies, sizes.prompt, sizes, say, "law", drafter=False)

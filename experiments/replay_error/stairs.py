@@ -26,7 +26,7 @@ class Stairs:
     def keeps(self, config: ModelConfig) -> list[int]:
         """Rows of each decoder layer, from the first one. ValueError for a keep below the least."""
         n = config.num_layers - config.first_decoder_layer
-        least = config.sliding_window + config.max_draft + 1
+        least = config.ring_length
         more = n * (self.keep - least)
         if more < 0:
             raise ValueError(f"{self!r}: want a keep of {least} or more")

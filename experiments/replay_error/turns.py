@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer.cache.addressing import page_end
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.runtime import Runtime
@@ -53,9 +54,8 @@ class FairLock:
         """Tokens in whole pages that a turn finds."""
         if not turn:
             return 0
-        reserve = rt.config.sliding_window + rt.config.max_draft + 1
-        found = max(min(self.prompts[turn] - reserve, self.stored(turn - 1)), 0)
-        return found // rt.limits.page_size * rt.limits.page_size
+        found = min(self.prompts[turn] - rt.config.ring_length, self.stored(turn - 1))
+        return page_end(found, rt.limits.page_size)
 
 
 def chained(rt: Runtime, ids: list[int], turns: FairLock, policy) -> Iterator[torch.Tensor]:

@@ -146,7 +146,7 @@ def test_positions_slots_and_pages_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="snapshot at position 16 cannot restore position 24"):
         snapshot.restore(a, 1, 24)
     for state in (0, 4):
-        with pytest.raises(ValueError, match=rf"state slot {state} is none of 1\.\.3"):
+        with pytest.raises(ValueError, match=rf"state id {state} is not in 1\.\.3"):
             snapshot.restore(a, state, 16)
     for position in (0, 12, -8):
         words = f"position {position} is no page boundary: want a multiple of 8"

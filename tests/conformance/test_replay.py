@@ -186,7 +186,7 @@ class Tightest(Exact):
     def halo(self, config, length):
         """Each layer looks back a window from the next, from the last row and from what is left."""
         w, source, out = config.sliding_window, config.kv_source_layers[-1], length - 1
-        back = config.max_draft + 1 if self.back is None else self.back
+        back = config.backtracking if self.back is None else self.back
         left = max(length - w - back, 0)
         rows, kv = [0] * config.num_layers, [0] * config.num_layers
         for layer in reversed(range(source, config.num_layers)):

@@ -274,7 +274,7 @@ class Few(Bounded):
 
 def test_a_policy_that_leaves_less_than_a_window_is_told_once():
     config = small_config()
-    needs = config.sliding_window + config.max_draft + 1
+    needs = config.ring_length
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for policy in (Bounded(), Bounded(needs), Few(needs), Halo(), Bounded(sides="encoder")):

@@ -34,8 +34,9 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from deepinfer.cache.addressing import ending_page, full_pages, page_end, page_ends
 from deepinfer.cache.prefix_index import PageStore, PrefixIndex, PrefixMatch, SnapshotStore
-from deepinfer.cache.snapshots import Snapshot, held, rows_at
+from deepinfer.cache.snapshots import Snapshot, held, rows_at, snapshot_bytes
 from deepinfer.engine.prefix.snapshot_capture import SnapshotCapture
 from deepinfer.engine.prefix.snapshot_policy import SnapshotPolicy
 from deepinfer.engine.request import Request
@@ -138,7 +139,7 @@ class PrefixCacheManager:
 
     def keys(self, request: Request, tokens: int) -> list[bytes]:
         """Keys of the full pages of its first `tokens` tokens."""
-        mine, pages = request.prefix, tokens // self.page_size
+        mine, pages = request.prefix, full_pages(tokens, self.page_size)
         if len(mine.keys) < pages:
             ids = request.token_slice(0, pages * self.page_size)
             mine.keys = self.index.keys(ids, salt=mine.salt, images=mine.images, known=mine.keys)
@@ -180,7 +181,7 @@ class PrefixCacheManager:
         is dropped: the plan of the prompt stays, and its rows begin at a snapshot of all layers.
         One that another request has left, whose prompt was cut elsewhere, is none of this one."""
         prompt, wants = len(request.prompt), request.wants_prompt_logprobs
-        inside = min(hit.length, (prompt - 1) // self.page_size * self.page_size)
+        inside = min(hit.length, page_end(prompt - 1, self.page_size))
         layers = self.rt.config.num_layers
         behind = [s for s in hit.snapshots if s.position > inside and s.layers == layers]
         if behind:
@@ -215,7 +216,7 @@ class PrefixCacheManager:
         keys = self.keys(request, request.optimistic_tokens)
         self.snapshot_policy.begin(request, keys, at if layers else 0, self.shared(keys))
         # Above its cut a hit saves nothing: the windows of the layers that are cut are needed.
-        usable = mine.cut // self.page_size * self.page_size if mine.cut else start.found
+        usable = page_end(mine.cut, self.page_size) if mine.cut else start.found
         self.lost_tokens += max(min(start.found, usable) - at, 0)
         self.hits += bool(start.pages)  # also where a replay begins at 0, below all that it adopts
         self.hit_tokens += at
@@ -260,17 +261,17 @@ class PrefixCacheManager:
     def ends(self, item: ScheduledRequest) -> dict[int, int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet, and of how
         many layers it is to be."""
-        request, size = item.request, self.page_size
+        request = item.request
         if not self.snapshots.budget or not self.leaves(request):
             return {}
-        ends = range(item.start // size * size + size, item.stop + 1, size)
+        ends = page_ends(item.start, item.stop, self.page_size)
         keys = self.keys(request, item.stop)
         found = {p: self.layers(request, p) for p in ends if self.snapshot_policy.role(request, p)}
         return {p: n for p, n in found.items() if n and self.better(keys, request, p, n)}
 
     def better(self, keys: list[bytes], request: Request, at: int, layers: int) -> bool:
         """Whether a snapshot of so many layers is worth more than what is there."""
-        old = self.snapshots.peek(keys[at // self.page_size - 1])
+        old = self.snapshots.peek(keys[ending_page(at, self.page_size)])
         return old is None or (request.prefix.exact, layers) > old.rank
 
     def register(self, request: Request, written: int, seen: dict[int, Snapshot]) -> None:
@@ -283,7 +284,7 @@ class PrefixCacheManager:
             self.invalidate(request)
         if request.error is not None or mine.edited or not self.current(request):
             return
-        full = request.num_computed // self.page_size
+        full = full_pages(request.num_computed, self.page_size)
         if full <= mine.registered:
             return
         keys = self.keys(request, request.num_computed)
@@ -366,11 +367,3 @@ def cut_of(cold: ReplayPlan) -> tuple[int, int]:
     of which nothing is available; (0, all) where nothing is cut."""
     floors = [f for f in cold.floor if f]
     return min(floors, default=0), next((i for i, f in enumerate(cold.floor) if f), len(cold.floor))
-
-
-def snapshot_bytes(cache, layers: int | None = None) -> int:
-    """Bytes of the window rows of the first `layers` backbone layers (None: of all) at one
-    position."""
-    layers = cache.config.num_hidden_layers if layers is None else layers
-    window = max(s.window for s in cache.specs)
-    return sum(window * r.stored.shape[1] * r.stored.element_size() for r in cache.windows[:layers])

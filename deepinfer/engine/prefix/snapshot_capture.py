@@ -1,8 +1,8 @@
-"""SnapshotCapture: the window rows at page ends inside prefill chunks, taken layer by layer as they pass.
+"""SnapshotCapture: copies the window rows at page ends inside prefill chunks while the layers run.
 
-A chunk longer than a ring leaves only its end there, and a ring is written while its layer runs. So
-the rows are taken just before that: of the chunk those about to be written, of the positions before
-it those that the ring still holds.
+A chunk that is longer than a ring leaves only its last rows there, so the ring alone does not hold
+the rows of a page end further up. Each layer hands its window rows over just before it writes them:
+rows of the chunk come from there, rows before the chunk from the ring.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deepinfer.cache.addressing import ring_run
 from deepinfer.cache.kv_cache import KVCache
-from deepinfer.cache.layer_kv import ring_places
 from deepinfer.cache.snapshots import Snapshot, as_stored, backbone, rows_at
 from deepinfer.slots.protocols import RowSet
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class SnapshotCapture:
-    """Called by every layer with the window rows that it is about to write. wanted: by number of
-    the scheduled request, the page ends in it, ascending, and of how many of the first layers their rows are
-    taken."""
+    """Every layer calls it with the window rows that it is about to write.
+
+    wanted: index of a scheduled request -> page end in its chunk, ascending -> number of first
+    layers whose rows are taken. Lengths and positions in tokens.
+    """
 
     def __init__(
         self,
@@ -33,8 +35,8 @@ class SnapshotCapture:
         wanted: dict[int, dict[int, int]],
     ) -> None:
         self.cache, self.scheduled, self.wanted = cache, scheduled, wanted
-        # As now: the layers run later, and their rows are read later still.
-        self.slots = [s.request.state_id for s in scheduled]
+        # Read now: when the layers run, the requests may already have changed.
+        self.state_ids = [s.request.state_id for s in scheduled]
         self._marks = {
             i: (scheduled[i].request.prefix.exact, max(scheduled[i].request.plan.floor))
             for i in wanted
@@ -44,7 +46,7 @@ class SnapshotCapture:
         }
 
     def __call__(self, layer: int, rows: Tensor, keys: RowSet) -> None:
-        """rows [t, d]: window keys of the row set `keys`, as `Records.write` takes them."""
+        """rows: [t, d] window keys of the row set `keys`, as `Records.write` takes them."""
         if layer not in backbone(self.cache):
             return
         records = self.cache.windows[layer]
@@ -63,18 +65,18 @@ class SnapshotCapture:
                 low = at - rows_at(self.cache, at)
                 parts = [own[max(low - begin, 0) : at - begin]]
                 if low < begin:
-                    behind = torch.arange(low, min(begin, at), device=rows.device)
-                    state = torch.full_like(behind, self.slots[i])
-                    places = ring_places(state, behind, self.cache.ring)
-                    parts.insert(0, ring[places])
+                    end, length = min(begin, at), self.cache.ring
+                    before = ring_run(self.state_ids[i], low, end, length, rows.device)
+                    parts.insert(0, ring[before])
                 self._rows[i, at].append(torch.cat(parts))
 
     def snapshots(self) -> dict[int, dict[int, Snapshot]]:
-        """By request id and position."""
+        """Request id -> page end -> snapshot. Call it when every layer has run."""
         out: dict[int, dict[int, Snapshot]] = {}
         for (i, at), rows in self._rows.items():
             request = self.scheduled[i].request
-            snapshot = Snapshot(at, tuple(rows), *self._marks[i])
+            exact, floor = self._marks[i]
+            snapshot = Snapshot(position=at, windows=tuple(rows), exact=exact, floor=floor)
             snapshot.check(self.cache)
             out.setdefault(request.id, {})[at] = snapshot
         return out

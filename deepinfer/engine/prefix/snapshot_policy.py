@@ -24,16 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from deepinfer.cache.addressing import ending_page, full_pages, most_page_ends, page_end
 from deepinfer.cache.prefix_index import SnapshotStore
 from deepinfer.engine.request import Request
 
 if TYPE_CHECKING:
     from deepinfer.cache.snapshots import Snapshot
-
-
-def tail_ends(reserve: int, page_size: int) -> int:
-    """Page ends from `bound(length)` to `length`, at most."""
-    return -(-reserve // page_size) + 1
 
 
 class SnapshotPolicy:
@@ -53,8 +49,7 @@ class SnapshotPolicy:
         # A cut just above the reserve moves a bound by a page end; one far above it, by too many.
         self.reserve = kept if reserve < kept <= reserve + page_size else reserve
         self.kept = max(kept, self.reserve)
-        reserve = self.reserve
-        self.most_spare = max(per_request - tail_ends(reserve, page_size) - 2, 0)
+        self.most_spare = max(per_request - most_page_ends(self.reserve, page_size) - 2, 0)
         self.spare: dict[bytes, None] = {}  # oldest first; some may be gone
         self.tails: dict[bytes, set[int]] = {}  # ids of the requests that have it as their tail
 
@@ -62,21 +57,21 @@ class SnapshotPolicy:
 
     def bound(self, length: int) -> int:
         """The last page end at which a sequence of so many tokens may begin."""
-        return max(length - self.reserve, 0) // self.page_size * self.page_size
+        return page_end(length - self.reserve, self.page_size)
 
     def below_cut(self, length: int) -> int:
         """The last page end at which a prompt of so many tokens may begin where it is cut."""
-        return max(length - self.kept, 0) // self.page_size * self.page_size
+        return page_end(length - self.kept, self.page_size)
 
     def repeat(self, request: Request) -> int:
         """The last page end that the same prompt can use."""
         if cut := request.prefix.cut:
-            return cut // self.page_size * self.page_size
+            return page_end(cut, self.page_size)
         return self.bound(len(request.prompt))
 
     def stride(self, length: int) -> int:
         """Tokens from one spare page end of a prefill to the next; 0 where none fits."""
-        pages, every = length // self.page_size, 1
+        pages, every = full_pages(length, self.page_size), 1
         while self.most_spare and pages // every > self.most_spare:
             every *= 2
         return every * self.page_size if self.most_spare else 0
@@ -103,9 +98,9 @@ class SnapshotPolicy:
         if mine.cached_tokens is None:  # later, what is there is mostly its own
             mine.branch = shared
         if at:
-            self._wanted(keys[at // self.page_size - 1], request)
+            self._wanted(keys[ending_page(at, self.page_size)], request)
         self.move_on(request)  # its tail from before it was preempted
-        here = [keys[p // self.page_size - 1] for p in mine.tail]
+        here = [keys[ending_page(p, self.page_size)] for p in mine.tail]
         mine.tail = [
             p
             for p, key in zip(mine.tail, here)
@@ -117,7 +112,7 @@ class SnapshotPolicy:
     ) -> None:
         """The request has passed a page end. new: the snapshot there, None where the store has it
         already or nobody can make it any more."""
-        key = keys[at // self.page_size - 1]
+        key = keys[ending_page(at, self.page_size)]
         there = key in self.store
         if new is not None and not (there and self.store.get(key).rank >= new.rank):
             if not self._room(new.nbytes, spare=role == "spare"):
@@ -144,7 +139,7 @@ class SnapshotPolicy:
         keys = mine.keys
         for at in [p for p in mine.tail if p < edge]:
             mine.tail.remove(at)
-            key = keys[at // self.page_size - 1]
+            key = keys[ending_page(at, self.page_size)]
             holders = self.tails.get(key, set())
             if request.id not in holders:
                 continue
@@ -158,7 +153,7 @@ class SnapshotPolicy:
         branch = range(self.bound(mine.branch), mine.branch + 1, self.page_size)
         for at in (*branch, self.below_cut(mine.branch), self.repeat(request)):  # after the tail
             if 0 < at <= len(keys) * self.page_size:
-                self.store.get(keys[at // self.page_size - 1])
+                self.store.get(keys[ending_page(at, self.page_size)])
 
     def clear(self) -> None:
         """Nothing is kept any more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deepinfer.cache.addressing import pages_of
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.engine.prefix.manager import Admission, PrefixCacheManager
 from deepinfer.engine.request import Request
@@ -32,7 +33,7 @@ class Resources:
     prefix_cache: PrefixCacheManager | None = None
 
     def pages_of(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+        return pages_of(tokens, self.page_size)
 
     def pages_at_most(self, request: Request) -> int:
         """Pages of the longest sequence that this request can become, drafts included."""

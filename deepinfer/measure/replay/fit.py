@@ -17,7 +17,6 @@ from deepinfer.measure.replay.calibration import Calibration, share_within, trie
 from deepinfer.measure.replay.error import check_hit, policies, replay_error
 from deepinfer.measure.replay.report import ReplayReport
 from deepinfer.measure.replay.texts import Texts
-from deepinfer.slots.replay.bounded import backtracking
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
@@ -137,7 +136,7 @@ def keeps_of(
     window = config.sliding_window
     most = prompt - window
     if candidates is None:
-        least = window + backtracking(config)
+        least = config.ring_length
         if most < least:
             raise ValueError(
                 f"{who}: prompt={prompt}: the least keep of this model is {least}, and a cut "
@@ -165,11 +164,11 @@ def keeps_of(
 def default_keeps(make: Callable[[int], Bounded], config: ModelConfig, most: int) -> list[int]:
     """From the least keep to the exact length or `most`, closer together at the lower end, where
     the error falls fastest; and the default keep of Bounded."""
-    least = config.sliding_window + backtracking(config)
+    least = config.ring_length
     exact = make(least).exact_keep(config)
     most = max(min(most, least if exact is None else exact), least)
     keeps = {least + round((most - least) * (i / STEPS) ** 2) for i in range(STEPS + 1)}
-    usual = config.sliding_window + 2 * backtracking(config)
+    usual = config.ring_length + config.backtracking
     return sorted(keeps | ({usual} if usual <= most else set()))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from deepinfer.slots.attention import register
+from deepinfer.cache.addressing import entries_before, entry_blocks, window_places
 from deepinfer.slots.protocols import (
     AttnPlan,
     Batch,
@@ -27,6 +27,7 @@ from deepinfer.slots.protocols import (
     RowSet,
     Selected,
 )
+from deepinfer.slots.registry import registry
 from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
 
-@register("csa2")
+@registry("attention").register("csa2")
 @dataclass(eq=False, repr=False)
 class CSA2:
     """topk: entries picked a row (None = the config's index_topk)."""
@@ -77,8 +78,6 @@ class CSA2:
     def plan(
         self, batch: Batch, keys: RowSet, queries: RowSet, floor: Tensor | None, cache
     ) -> AttnPlan:
-        from deepinfer.cache.layer_kv import window_places
-
         c = self._config
         ring, stored = 1, 0
         if cache is not None and batch.has_history:
@@ -86,7 +85,7 @@ class CSA2:
         places = window_places(batch, keys, queries, floor, c.sliding_window, ring, stored)
         ratios = sorted({c.compress_ratios[layer] for layer in c.kv_source_layer_ids})
         padding = queries.seq < 0
-        visible = {r: ((queries.positions + 1) // r).masked_fill(padding, 0) for r in ratios}
+        visible = {r: entries_before(queries.positions, r).masked_fill(padding, 0) for r in ratios}
         return AttnPlan(places, queries, visible, {r: batch.reach // r for r in ratios})
 
     def select(
@@ -141,7 +140,8 @@ def everything(hidden: Tensor) -> Tensor:
 
 def outside(candidates: Tensor, n: int, block: int) -> Tensor:
     """[t, n] True for entries whose block is not among candidates [t, c] (-1 none)."""
+    of_entry = entry_blocks(n, block, candidates.device)
     blocks = -(-n // block)
     kept = torch.zeros(candidates.shape[0], blocks + 1, dtype=torch.bool, device=candidates.device)
     kept.scatter_(1, candidates.masked_fill(candidates < 0, blocks), True)
-    return ~kept[:, torch.arange(n, device=candidates.device) // block]
+    return ~kept[:, of_entry]

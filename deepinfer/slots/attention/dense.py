@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from deepinfer.slots.attention import register
 from deepinfer.slots.attention.csa2 import CSA2, everything
 from deepinfer.slots.protocols import AttnPlan, IndexQuery, LayerInfo, Selected
+from deepinfer.slots.registry import registry
 
 if TYPE_CHECKING:
     from deepinfer.cache.layer_kv import LayerKV
 
 
-@register("dense")
+@registry("attention").register("dense")
 @dataclass(eq=False, repr=False)
 class Dense(CSA2):
     """The window and ALL visible entries. Equal to CSA2 while no more than top-k entries are visible;

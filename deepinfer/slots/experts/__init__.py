@@ -3,10 +3,8 @@
 local.py    every expert on this device (default)
 """
 
+from deepinfer.slots.experts.local import Local
 from deepinfer.slots.registry import registry
 
 register = registry("experts").register
-
-from deepinfer.slots.experts.local import Local  # noqa: E402
-
 __all__ = ["Local", "register"]

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from deepinfer.slots.experts import register
 from deepinfer.slots.protocols import EngineInfo, ExpertLayer, Routing, Rows
+from deepinfer.slots.registry import registry
 from deepinfer.slots.settings import shown
 
 
-@register("local")
+@registry("experts").register("local")
 @dataclass(eq=False, repr=False)
 class Local:
     """Router and experts of one device, nothing dispatched."""

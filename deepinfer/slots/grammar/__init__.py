@@ -3,10 +3,8 @@
 none.py     every token (default)
 """
 
+from deepinfer.slots.grammar.none import Free, NoGrammar
 from deepinfer.slots.registry import registry
 
 register = registry("grammar").register
-
-from deepinfer.slots.grammar.none import Free, NoGrammar  # noqa: E402
-
 __all__ = ["Free", "NoGrammar", "register"]

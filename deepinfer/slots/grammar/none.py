@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.slots.grammar import register
+from deepinfer.slots.registry import registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class Free:
         return FreeState()
 
 
-@register("none")
+@registry("grammar").register("none")
 class NoGrammar:
     """Every token is legal at every position. A request that brings a grammar is refused."""
 

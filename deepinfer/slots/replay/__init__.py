@@ -7,11 +7,9 @@ bounded.py  a fixed number of rows, whatever the length and the depth: an approx
 
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.registry import registry
+from deepinfer.slots.replay.bounded import Bounded
+from deepinfer.slots.replay.exact import Exact
+from deepinfer.slots.replay.halo import Halo
 
 register = registry("replay").register
-
-from deepinfer.slots.replay.bounded import Bounded  # noqa: E402
-from deepinfer.slots.replay.exact import Exact  # noqa: E402
-from deepinfer.slots.replay.halo import Halo  # noqa: E402
-
 __all__ = ["Bounded", "Exact", "Halo", "Prompt", "ReplayPlan", "register"]

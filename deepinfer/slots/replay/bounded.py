@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepinfer.slots.protocols import EngineInfo, Prompt, ReplayPlan
-from deepinfer.slots.replay import register
+from deepinfer.slots.registry import registry
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,7 +31,7 @@ MODES = ("compact", "mask")
 SIDES = ("decoder", "encoder", "both")
 
 
-@register("bounded")
+@registry("replay").register("bounded")
 @dataclass(eq=False, repr=False)
 class Bounded:
     """Approximate prefill whose cost does not grow with the depth of the model.
@@ -200,10 +200,10 @@ class Bounded:
         if not self.cuts:
             return own
         own.keep = self.rows_kept(config)
-        window, back = config.sliding_window, backtracking(config)
-        if own.keep < window + back:
+        window, back = config.sliding_window, config.backtracking
+        if own.keep < config.ring_length:
             raise ValueError(
-                f"Bounded(keep={own.keep}): this model needs keep >= {window + back}, its window "
+                f"Bounded(keep={own.keep}): this model needs keep >= {config.ring_length}, its window "
                 f"({window}) and backtracking ({back}): a verification may step back so far, and a "
                 "whole window must be there"
             )
@@ -226,7 +226,7 @@ class Bounded:
         """`keep` in tokens for this model."""
         if self.keep is not None:
             return self.keep
-        return config.sliding_window + 2 * backtracking(config)
+        return config.ring_length + config.backtracking
 
     def cut_layer(self, config: ModelConfig) -> int | None:
         """The layer whose key projection is the last thing that all rows enter; None where this
@@ -321,11 +321,6 @@ class Bounded:
         does = "run" if self.mode == "compact" else "see a window"
         own = f"; layer {layer} sees its whole window" if self.whole_window else ""
         return f"from layer {layer} on only the last {keep} rows {does}, those from {cut}{own}"
-
-
-def backtracking(config: ModelConfig) -> int:
-    """Tokens a verification may step back: the drafts of a step and one."""
-    return config.max_draft + 1
 
 
 def _no_cut(config: ModelConfig) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepinfer.slots.protocols import Prompt, ReplayPlan
-from deepinfer.slots.replay import register
+from deepinfer.slots.registry import registry
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
 
-@register("exact")
+@registry("replay").register("exact")
 class Exact:
     """Start where both block KV and state KV are available; every later row runs in every layer.
 

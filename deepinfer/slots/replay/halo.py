@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from deepinfer.slots.protocols import Prompt, ReplayPlan
-from deepinfer.slots.replay import register
-from deepinfer.slots.replay.bounded import backtracking
+from deepinfer.slots.registry import registry
 from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
 
 
-@register("halo")
+@registry("replay").register("halo")
 class Halo:
     """Exact numbers from fewer rows: the row set shrinks from layer to layer.
 
@@ -54,7 +53,7 @@ class Halo:
         # Below `start` a window is what state KV brought, and empty where there was none.
         below = 0 if start == state else start
         floor = tuple(k if k >= start else below for k in key)
-        end = max(length - config.sliding_window - backtracking(config), 0)
+        end = max(length - config.ring_length, 0)
         return ReplayPlan(
             start=start,
             write_from=hit,
@@ -86,7 +85,7 @@ def state_of(prompt: Prompt, key: tuple[int, ...], hit: int) -> int:
 def first_keys(length: int, hit: int, config: ModelConfig) -> tuple[int, ...]:
     """Per layer the lowest position whose window key has to be exact (0 = all of them)."""
     window = config.sliding_window
-    key = [max(length - window - backtracking(config), 0)]
+    key = [max(length - config.ring_length, 0)]
     for layer in reversed(range(config.num_layers)):
         if layer < config.num_layers - 1:
             key.insert(0, key[0] - (window - 1))

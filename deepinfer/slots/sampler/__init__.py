@@ -7,12 +7,10 @@ draw.py            a distribution to a token
 """
 
 from deepinfer.slots.registry import registry
+from deepinfer.slots.sampler.distribution import distribution
+from deepinfer.slots.sampler.draw import draw_by_weight
+from deepinfer.slots.sampler.greedy import Greedy
+from deepinfer.slots.sampler.philox import Philox
 
 register = registry("sampler").register
-
-from deepinfer.slots.sampler.distribution import distribution  # noqa: E402
-from deepinfer.slots.sampler.draw import draw_by_weight  # noqa: E402
-from deepinfer.slots.sampler.greedy import Greedy  # noqa: E402
-from deepinfer.slots.sampler.philox import Philox  # noqa: E402
-
 __all__ = ["Greedy", "Philox", "draw_by_weight", "distribution", "register"]

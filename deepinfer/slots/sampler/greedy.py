@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
-from deepinfer.slots.sampler import register
+from deepinfer.slots.registry import registry
 from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.philox import sampled
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@register("greedy")
+@registry("sampler").register("greedy")
 class Greedy:
     """Every distribution is one-hot at the most likely legal token, ties to the lowest id.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
-from deepinfer.slots.sampler import register
+from deepinfer.slots.registry import registry
 from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.draw import draw_by_weight
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@register("philox")
+@registry("sampler").register("philox")
 class Philox:
     """Each row draws from its own distribution with the random numbers of its own key.
 

@@ -6,12 +6,10 @@ cost.py     the cost of a step by its rows, which a verifier may weigh its budge
 """
 
 from deepinfer.slots.registry import registry
+from deepinfer.slots.verifier.base import BaseVerifier
+from deepinfer.slots.verifier.cost import CostCurve
+from deepinfer.slots.verifier.fixed import Fixed
+from deepinfer.slots.verifier.off import Off
 
 register = registry("verifier").register
-
-from deepinfer.slots.verifier.base import BaseVerifier  # noqa: E402
-from deepinfer.slots.verifier.cost import CostCurve  # noqa: E402
-from deepinfer.slots.verifier.fixed import Fixed  # noqa: E402
-from deepinfer.slots.verifier.off import Off  # noqa: E402
-
 __all__ = ["BaseVerifier", "CostCurve", "Fixed", "Off", "register"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer.slots.protocols import EngineInfo
-from deepinfer.slots.verifier import register
+from deepinfer.slots.registry import registry
 from deepinfer.slots.verifier.base import RULES, BaseVerifier
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RELEASED_BLOCK = 5  # dspark_block_size of the released configuration
 
 
-@register("fixed")
+@registry("verifier").register("fixed")
 class Fixed(BaseVerifier):
     """Verify the first n drafts of each sequence; None = all that the drafter proposes.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from deepinfer.slots.verifier import register
+from deepinfer.slots.registry import registry
 from deepinfer.slots.verifier.base import BaseVerifier
 
 
-@register("off")
+@registry("verifier").register("off")
 class Off(BaseVerifier):
     """Nothing is drafted; each step emits the target's own draw."""
 

@@ -9,9 +9,9 @@ import torch
 from properties.small import poison
 
 import deepinfer as di
+from deepinfer.cache.addressing import ring_writes
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.step.batch import Work, build
-from deepinfer.model.context import last_rows_places
 
 PROMPT = [0, *range(3, 60)]
 
@@ -72,7 +72,7 @@ def test_no_ring_place_is_written_twice_in_a_step(eng, rows):
     ring = 22
     works = [Work(list(range(rows)), start=7, state=1), Work([3] * 30, start=0, state=2)]
     batch = build(works, eng.config)
-    places = last_rows_places(batch, batch.row_set, ring)
+    places = ring_writes(batch, batch.row_set, ring)
     written = places[places >= 0].tolist()
     assert len(written) == len(set(written)) == min(rows, ring) + 22
     last = torch.arange(max(7, 7 + rows - ring), 7 + rows)

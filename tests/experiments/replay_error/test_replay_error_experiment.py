@@ -67,7 +67,7 @@ def test_policies_by_depth_reach_the_exact_length_and_none_is_refused(eng):
 
 def test_stairs_run_as_many_rows_as_a_box_and_keep_the_laws(eng):
     c, at = eng.config, 60
-    least = c.sliding_window + c.max_draft + 1
+    least = c.ring_length
     for keep in range(least, 40):
         stairs, box = (p.plan(Prompt(at), c) for p in (Stairs(keep), Bounded(keep=keep)))
         assert sum(stairs.rows_run(at)) == sum(box.rows_run(at)), keep
@@ -87,7 +87,7 @@ def test_steep_stairs_are_exact(eng):
     """With a step of window - 1 they are the cone of the exact rebuild; less, and they are not."""
     c = eng.config
     n, w = c.num_layers - c.first_decoder_layer, c.sliding_window
-    keep = w + c.max_draft + 1 + (n - 1) * (w - 1) // 2
+    keep = c.ring_length + (n - 1) * (w - 1) // 2
     texts = passages(eng, "heldout", 140, 1)
     r = replay_error(
         eng, texts.ids, {"cone": Stairs(keep), "less": Stairs(keep - w)}, 128, 12, drafter=False
