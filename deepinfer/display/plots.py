@@ -9,20 +9,31 @@ from deepinfer.display.html import PALETTE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FILES = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # backends that show no figure
 MARKERS = "osD^vPX*"  # series differ by shape too, for print and for any kind of sight
 
 
 def axes(ax: "Axes | None" = None) -> "Axes":
-    """`ax`, or the axes of a new figure."""
+    """`ax`, or the axes of a new figure.
+
+    pyplot keeps every figure that it makes until somebody closes it. So it makes the figure only if
+    its backend shows figures (a notebook, which closes them after the cell, or a window). Otherwise
+    the figure lives as long as its axes: save it with `ax.figure.savefig(path)`.
+    """
     if ax is not None:
         return ax
     try:
-        import matplotlib.pyplot as plt
+        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "drawing needs matplotlib, which is not installed; pip install 'deepinfer-lab[lab]', "
             "or take the numbers with .to_csv() or .to_pandas()"
         ) from error
+    if matplotlib.get_backend().lower() in FILES:
+        return Figure(layout="constrained").subplots()
+    import matplotlib.pyplot as plt
+
     return plt.subplots(layout="constrained")[1]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer.tables import jsonable
+from deepinfer.tables.column import Column, Mask
 from deepinfer.tables.jsonable import Cell
 
 if TYPE_CHECKING:
@@ -16,16 +17,18 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 20  # a screen; what is hidden is said
 SHOWN_WIDTH = 110  # characters
 FORMAT = "deepinfer.Table/1"
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")  # a spreadsheet runs a text that begins with one
 
 
 class Table:
     """Tidy rows: one observation a row, one variable a column.
 
     rows: mappings from column name to an int, float, str, bool or None; scalars of NumPy and
-        one-element tensors are taken too. A column a row lacks is None there.
+        one-element tensors are taken too. A column that a row lacks is None there. Or a pandas
+        DataFrame: an index with a name becomes a column, `attrs` of `to_pandas` are taken over.
     columns: their order; by default that of first appearance. A row with another one is refused.
     title: one line that says what was measured, with units.
-    provenance: facts beside those of `measure.provenance.collect` (seeds, slots, hashes). It is not
+    provenance: facts beside those of `tables.provenance.collect` (seeds, slots, hashes). It is not
         shown by default, for it differs between machines; the exports carry it.
 
     What is shown has 3 significant digits; exports have all of them. A table does not change.
@@ -33,7 +36,7 @@ class Table:
 
     def __init__(
         self,
-        rows: Iterable[Mapping[str, object]] = (),
+        rows: "Iterable[Mapping[str, object]] | pandas.DataFrame" = (),
         columns: Sequence[str] | None = None,
         *,
         title: str = "",
@@ -41,6 +44,11 @@ class Table:
     ) -> None:
         from deepinfer.tables.provenance import collect
 
+        if hasattr(rows, "iloc"):  # a DataFrame, without an import of pandas
+            columns = columns or _frame_columns(rows)
+            title = title or str(rows.attrs.get("title", ""))
+            provenance = {**rows.attrs.get("provenance", {}), **(provenance or {})}
+            rows = _frame_rows(rows)
         rows = list(rows)
         found = tuple(dict.fromkeys(name for row in rows for name in row))
         self.columns: tuple[str, ...] = found if columns is None else tuple(columns)
@@ -65,19 +73,37 @@ class Table:
     def __iter__(self) -> Iterator[dict[str, Cell]]:
         return (dict(zip(self.columns, row, strict=True)) for row in self._rows)
 
-    def __getitem__(self, key: "str | int | slice") -> "list[Cell] | dict[str, Cell] | Table":
-        """A column by name, a row by number, or a table of the rows of a slice."""
+    def __getitem__(self, key: "str | int | slice | Mask") -> "Column | dict[str, Cell] | Table":
+        """A column by name, a row by number, or a table of the rows of a slice or of a mask.
+
+        `t[t["source"] == "draft"]` has the rows of that source; see `Column`. Raises KeyError for
+        an unknown column, ValueError for a mask of another length.
+        """
         if isinstance(key, str):
             place = self._place(key)
-            return [row[place] for row in self._rows]
+            return Column(row[place] for row in self._rows)
         if isinstance(key, slice):
             return self._same(self._rows[key])
+        if isinstance(key, (list, tuple)):
+            return self._masked(key)
+        if isinstance(key, bool):
+            raise TypeError(
+                f"t[{key}]: one bool says nothing about {len(self)} rows. Compare a column: "
+                't[t["name"] == value]'
+            )
         return dict(zip(self.columns, self._rows[key], strict=True))
 
     def where(
-        self, test: Callable[[dict[str, Cell]], bool] | None = None, **equal: object
+        self,
+        test: "Callable[[dict[str, Cell]], bool] | Mask | None" = None,
+        **equal: object,
     ) -> "Table":
-        """The rows whose columns equal the given values and for which `test(row)` holds."""
+        """The rows whose columns equal the given values and for which `test` holds.
+
+        test: a function of the row as a dictionary, or a mask: `t.where(t["kl"] > 0.1)`.
+        """
+        if isinstance(test, (list, tuple)):
+            return self._masked(test).where(**equal)
         places = {self._place(name): value for name, value in equal.items()}
         return self._same(
             row
@@ -85,6 +111,23 @@ class Table:
             if all(row[place] == value for place, value in places.items())
             and (test is None or test(dict(zip(self.columns, row, strict=True))))
         )
+
+    def sort(self, *by: str, descending: bool = False) -> "Table":
+        """The rows in order of one or more columns; equal rows keep their order.
+
+        None and NaN come last in both directions. Raises TypeError for a column that holds texts
+        and numbers.
+        """
+        rows = list(self._rows)
+        for name in reversed(by):
+            place = self._place(name)
+            kinds = {isinstance(row[place], str) for row in rows if row[place] is not None}
+            if len(kinds) > 1:
+                raise TypeError(f"column {name!r} holds texts and numbers, which have no order")
+            known = [row for row in rows if not _unordered(row[place])]
+            known.sort(key=lambda row: row[place], reverse=descending)
+            rows = known + [row for row in rows if _unordered(row[place])]
+        return self._same(rows)
 
     def __eq__(self, other: object) -> bool:
         """Same columns, values, title and provenance. NaN equals NaN; 1, 1.0 and True differ."""
@@ -112,7 +155,10 @@ class Table:
     def to_csv(self, path: "str | Path | None" = None) -> str:
         """Comma-separated text, a header line first; None is empty, NaN is `nan`. Also writes it.
 
-        CSV has no types and no place for provenance: use `to_json` for what is read back.
+        A spreadsheet runs a text that begins with `=`, `+`, `-`, `@`, a tab or a carriage return.
+        Such a text, and one that begins with `'`, gets a `'` in front, so that dropping one leading
+        `'` of a text gives the value back. Numbers are written as they are. CSV has no types and no
+        place for provenance: use `to_json` for what is read back.
         """
         lines = [",".join(_csv(v, len(row)) for v in row) for row in [self.columns, *self._rows]]
         return _written("".join(line + "\n" for line in lines), path)
@@ -217,6 +263,15 @@ class Table:
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _masked(self, mask: Sequence[object]) -> "Table":
+        if not all(isinstance(keep, bool) for keep in mask):
+            raise TypeError(
+                "rows are chosen by one bool a row: compare a column, as in t[t['name'] == value]"
+            )
+        if len(mask) != len(self):
+            raise ValueError(f"a mask of {len(mask)} rows for a table of {len(self)} rows")
+        return self._same(row for row, keep in zip(self._rows, mask, strict=True) if keep)
+
     def _same(self, rows: Iterable[tuple[Cell, ...]]) -> "Table":
         table = Table((), self.columns, title=self.title)
         table.provenance = dict(self.provenance)
@@ -245,6 +300,32 @@ def _check_columns(columns: tuple[str, ...], found: tuple[str, ...]) -> None:
         raise ValueError(f"rows have columns {unknown} that are not among {list(columns)}")
 
 
+def _frame_columns(frame: "pandas.DataFrame") -> list[str]:
+    named = [name for name in frame.index.names if name is not None]
+    return [*named, *frame.columns]
+
+
+def _frame_rows(frame: "pandas.DataFrame") -> list[dict[str, object]]:
+    """The rows of a DataFrame. What pandas marks as missing (NA, NaT) is None, NaN too in a column
+    of texts, which holds no number."""
+    names = _frame_columns(frame)
+    if named := [name for name in frame.index.names if name is not None]:
+        frame = frame.reset_index(named)
+    values = [_present(list(frame.iloc[:, i])) for i in range(len(names))]
+    return [dict(zip(names, row, strict=True)) for row in zip(*values)]
+
+
+def _present(values: list[object]) -> list[object]:
+    missing = ("NAType", "NaTType")
+    found = [None if type(value).__name__ in missing else value for value in values]
+    texts = any(isinstance(value, str) for value in found)
+    return [None if texts and value != value else value for value in found]
+
+
+def _unordered(value: Cell) -> bool:
+    return value is None or value != value
+
+
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -252,6 +333,8 @@ def _number(value: object) -> bool:
 def _csv(value: Cell, width: int) -> str:
     """One field by RFC 4180; the csv module leaves a lone carriage return unquoted."""
     text = "" if value is None else str(value)
+    if isinstance(value, str) and text.startswith(FORMULA):
+        text = "'" + text
     if any(mark in text for mark in ',"\r\n') or (text == "" and width == 1):
         return '"' + text.replace('"', '""') + '"'
     return text

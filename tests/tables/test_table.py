@@ -46,9 +46,73 @@ def test_json_reads_back_equal(table):
 @given(tables)
 def test_csv_has_every_row(table):
     head, *rows = csv.reader(io.StringIO(table.to_csv(), newline=""))
-    assert tuple(head) == table.columns
-    expected = [["" if v is None else str(v) for v in row.values()] for row in table]
-    assert rows == expected
+    assert tuple(name.removeprefix("'") for name in head) == table.columns
+    for row, original in zip(rows, table, strict=True):
+        for text, value in zip(row, original.values(), strict=True):
+            if isinstance(value, str):
+                assert not text.startswith(("=", "+", "-", "@", "\t", "\r"))
+                assert text.removeprefix("'") == value
+            else:
+                assert text == ("" if value is None else str(value))
+
+
+def test_csv_texts_are_no_formulas():
+    rows = [{"text": text, "n": -1.5} for text in ("=1+1", "+1", "-1", "@x", "\t=1", "\r=1", "'x")]
+    head, *lines = csv.reader(io.StringIO(di.Table(rows).to_csv(), newline=""))
+    assert [line[0] for line in lines] == ["'" + row["text"] for row in rows]
+    assert head == ["text", "n"] and {line[1] for line in lines} == {"-1.5"}  # numbers stay
+    assert di.Table([{"=A1": 1}]).to_csv().splitlines()[0] == "'=A1"
+
+
+def test_a_column_compares_row_by_row():
+    table = di.Table(
+        [{"source": s, "kl": k} for s, k in (("draft", 0.5), ("sampled", None), ("draft", 0.1))]
+    )
+    assert table[table["source"] == "draft"].rows == [table[0], table[2]]
+    assert table[table["source"] != "draft"].rows == [table[1]]
+    assert table.where(table["kl"] > 0.2).rows == [table[0]]
+    assert table[(table["source"] == "draft") & ~(table["kl"] > 0.2)].rows == [table[2]]
+    assert table[(table["kl"] <= 0.1) | (table["source"] == "sampled")].rows == table[1:].rows
+    assert table.where(table["kl"] < 1, source="draft")["kl"] == [0.5, 0.1]
+    assert table[table["kl"].isin([0.1, None])].rows == table[1:].rows
+    assert table[table["kl"] == None].rows == [table[1]]  # noqa: E711
+    assert table["kl"] == [0.5, None, 0.1] and table["kl"] != [1] and table["kl"] == table["kl"]
+    assert table[table["kl"] == np.float64(0.5)].rows == [table[0]]
+    with pytest.raises(ValueError, match="one bool a row"):
+        bool(table["source"] == "draft")
+    with pytest.raises(TypeError, match="one bool says nothing about 3 rows"):
+        table[True]
+    with pytest.raises(ValueError, match="a mask of 2 rows for a table of 3"):
+        table[[True, False]]
+    with pytest.raises(TypeError, match="one bool a row"):
+        table[[0, 1, 2]]
+
+
+def test_sort_puts_what_has_no_order_last():
+    table = di.Table([{"x": x, "i": i} for i, x in enumerate((2, None, 1, math.nan, 2))])
+    assert table.sort("x")["i"] == [2, 0, 4, 1, 3]
+    assert table.sort("x", descending=True)["i"] == [0, 4, 2, 1, 3]
+    assert table.sort("x", "i", descending=True)["i"] == [4, 0, 2, 3, 1]
+    with pytest.raises(TypeError, match="column 'x' holds texts and numbers"):
+        di.Table([{"x": 1}, {"x": "a"}]).sort("x")
+    with pytest.raises(KeyError, match="no column 'y'"):
+        table.sort("y")
+
+
+def test_a_table_of_a_data_frame():
+    import pandas
+
+    table = di.Table([{"x": 1, "y": "a"}, {"x": 2, "y": None}], title="t", provenance={"k": 1})
+    back = di.Table(table.to_pandas())
+    assert back == table and back.provenance == table.provenance
+    grouped = di.Table(pandas.DataFrame({"g": ["a", "b", "a"], "n": [1, 2, 3]}).groupby("g").sum())
+    assert grouped.rows == [{"g": "a", "n": 4}, {"g": "b", "n": 2}]
+    missing = di.Table(pandas.DataFrame({"n": pandas.array([1, None], dtype="Int64")}))
+    assert missing["n"] == [1, None] and type(missing[0]["n"]) is int
+    assert math.isnan(di.Table(pandas.DataFrame({"x": [math.nan]}))[0]["x"])
+    with pytest.raises(ValueError, match="named twice"):
+        di.Table(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
+    assert len(di.Table(pandas.DataFrame(columns=["a"]))) == 0
 
 
 def test_equality_tells_types_apart():
@@ -159,7 +223,6 @@ def test_a_plot_s_title_stays_in_the_figure(words):
     ax.figure.canvas.draw()
     box, whole = ax.title.get_window_extent(), ax.figure.bbox
     assert box.x0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
-    matplotlib.pyplot.close("all")
 
 
 def test_html_escapes_what_it_is_given():
@@ -188,7 +251,19 @@ def test_plot_draws_the_rows(monkeypatch):
     assert [t.get_text() for t in bars.get_xticklabels()] == ["0", "1"] and len(bars.patches) == 6
     many = di.Table([{"x": 1, "y": i, "g": i} for i in range(11)]).plot("x", "y", by="g")
     assert len(many.lines) == 8 and "8 of 11 shown" in many.get_legend().get_title().get_text()
-    matplotlib.pyplot.close("all")
+
+
+def test_plots_leave_no_figure_open(tmp_path):
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("agg")
+    before = plt.get_fignums()
+    for _ in range(25):
+        ax = di.Table([{"x": 1, "y": 2}]).plot("x", "y")
+    assert plt.get_fignums() == before
+    ax.figure.savefig(tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_provenance_names_no_machine():
