@@ -252,7 +252,7 @@ def _add_small(commands: Any) -> None:
         "folder",
         nargs="?",
         metavar="DIR",
-        help="copy the tutorials there; a changed notebook is kept (default: a checkout's own)",
+        help="copy the tutorials there; a changed notebook is kept (default: deepinfer-tutorials)",
     )
     parser.add_argument("--copy", action="store_true", help="only copy, do not start JupyterLab")
 

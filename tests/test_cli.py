@@ -273,6 +273,14 @@ def test_doctor_has_a_reason_for_every_no(capsys):
     assert all(row["name"] in text for row in report["rows"])
 
 
+def test_doctor_says_what_packages_are_for():
+    """It names no view that is not there, and advises no package that nothing uses."""
+    rows = {row["name"]: row["detail"] for row in doctor.examine().rows}
+    assert "anywidget" not in rows and "progress bars in a notebook" in rows["ipywidgets"]
+    for name in ("xgrammar", "llguidance"):
+        assert "does not use it yet" in rows[name] and "pip install" not in rows[name]
+
+
 def test_doctor_notices_the_other_distribution(monkeypatch, capsys):
     real = importlib.metadata.version
     monkeypatch.setattr(
@@ -383,22 +391,61 @@ class Server:
         return self
 
 
-def test_lab_opens_the_copies_or_the_checkout(tmp_path, monkeypatch, source, capsys):
+def test_lab_opens_copies_never_a_checkout_s_own(tmp_path, monkeypatch, source, capsys):
     server = Server(monkeypatch)
     monkeypatch.setattr(lab, "packaged", lambda: source)
     run(capsys, "lab", str(tmp_path / "mine"))
     assert server.commands[-1] == [sys.executable, "-m", "jupyterlab", str(tmp_path / "mine")]
-    run(capsys, "lab")
-    assert server.commands[-1][-1] == str(lab.checkout())
-    monkeypatch.setattr(lab, "checkout", lambda: None)
     monkeypatch.chdir(tmp_path)
     run(capsys, "lab")
     assert server.commands[-1][-1] == lab.FOLDER and (tmp_path / lab.FOLDER / "00.ipynb").exists()
+    assert all(str(lab.checkout()) != command[-1] for command in server.commands)
+
+
+def test_lab_follows_no_link(tmp_path, source):
+    """A link in the folder may point anywhere: what it points to is neither made nor changed."""
+    target, outside = tmp_path / "mine", tmp_path / "outside"
+    target.mkdir(), outside.mkdir()
+    (outside / "theirs").write_text("theirs")
+    (target / "00.ipynb").symlink_to(outside / "nothing")
+    (target / "01.ipynb").symlink_to(outside / "theirs")
+    (target / f"01-{di.__version__}.ipynb").symlink_to(outside / "nothing")
+    (target / lab.MANIFEST).symlink_to(outside / "record")
+    said = lab.copy(target, source)
+    beside = (f"00-{di.__version__}.ipynb", f"01-{di.__version__}-2.ipynb")
+    for line, name in zip(said, beside, strict=True):
+        assert line.endswith(f"is in {name}") and (target / name).read_text() == "{}"
+    assert [file.name for file in outside.iterdir()] == ["theirs"]
+    assert (outside / "theirs").read_text() == "theirs"
+    lab.copy(target, source)  # and again with the record of the first time
+    (source / "01.ipynb").write_text('{"v": 2}')
+    (outside / "theirs").write_text("{}")
+    lab.copy(target, source)
+    assert (outside / "theirs").read_text() == "{}"
+    (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotADirectoryError, match="is a link to nothing: name a new folder"):
+        lab.copy(tmp_path / "dangling", source)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"00.ipynb": 5}', "[" * 100_000, "\x80"])
+def test_lab_says_what_to_do_about_a_damaged_record(tmp_path, source, text):
+    target = tmp_path / "mine"
+    lab.copy(target, source)
+    (target / "00.ipynb").write_text("my work")
+    (target / lab.MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="is damaged; delete it and run again"):
+        lab.copy(target, source)
+    (target / lab.MANIFEST).unlink()
+    said = lab.copy(target, source)
+    assert "kept" in said[0] and (target / "00.ipynb").read_text() == "my work"
 
 
 @pytest.mark.parametrize("ended, status", [(0, 0), (1, 1), (-15, 143)])
-def test_lab_ends_as_jupyterlab_does(monkeypatch, capsys, ended, status):
+def test_lab_ends_as_jupyterlab_does(tmp_path, monkeypatch, source, capsys, ended, status):
     Server(monkeypatch, ended)
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+    monkeypatch.chdir(tmp_path)
     assert run(capsys, "lab")[0] == status
 
 
@@ -421,7 +468,7 @@ def test_lab_passes_what_follows_the_dashes(tmp_path, monkeypatch, source, capsy
     monkeypatch.setattr(lab, "packaged", lambda: source)
     monkeypatch.chdir(tmp_path)
     run(capsys, "lab", *before, "--", "--no-browser", "--port", "8899", "--", "x")
-    target = before or [str(lab.checkout())]
+    target = before or [lab.FOLDER]
     assert server.commands[-1][3:] == [*target, "--no-browser", "--port", "8899", "--", "x"]
     assert cli._parse(["generate", "--", "--lab", "--"]).prompts[0] == "--lab"
 
@@ -435,12 +482,14 @@ def test_lab_passes_what_follows_the_dashes(tmp_path, monkeypatch, source, capsy
         (False, [], False),
     ],
 )
-def test_lab_says_what_root_needs(monkeypatch, capsys, root, options, warned):
+def test_lab_says_what_root_needs(tmp_path, monkeypatch, source, capsys, root, options, warned):
     Server(monkeypatch)
+    monkeypatch.setattr(lab, "packaged", lambda: source)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lab, "_root", lambda: root)
     err = run(capsys, "lab", *options)[2]
     assert ("deepinfer lab -- --allow-root" in err) == warned
-    assert len(err.splitlines()) == 1 + warned
+    assert len(err.splitlines()) == 2 + warned  # a line for each notebook
 
 
 def test_lab_says_when_there_is_nothing_to_copy(tmp_path):

@@ -24,6 +24,7 @@ def axes(ax: "Axes | None" = None) -> "Axes":
         return ax
     try:
         import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
@@ -31,7 +32,9 @@ def axes(ax: "Axes | None" = None) -> "Axes":
             "or take the numbers with .to_csv() or .to_pandas()"
         ) from error
     if matplotlib.get_backend().lower() in FILES:
-        return Figure(layout="constrained").subplots()
+        figure = Figure(layout="constrained")
+        FigureCanvasAgg(figure)  # what draws it
+        return figure.subplots()
     import matplotlib.pyplot as plt
 
     return plt.subplots(layout="constrained")[1]
