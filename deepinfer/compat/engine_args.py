@@ -161,7 +161,7 @@ def _drafts(verifier: Any, config: ModelConfig) -> int:
     """Drafted tokens a step, for the rows; at most the model's for a verifier given by name."""
     if isinstance(verifier, str):
         return 0 if verifier == "off" else config.max_draft
-    return getattr(verifier, "max_draft", config.max_draft)
+    return min(getattr(verifier, "max_draft", config.max_draft), config.max_draft)
 
 
 def _page_size(block: Any, page_size: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from deepinfer.engine.completion import Completion, Completions, StreamedToken, 
 from deepinfer.engine.keywords import Kept, completes
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.request import Request
-from deepinfer.engine.runtime import Runtime, start_slots
+from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import (
     FORKED,
     SAMPLING,
@@ -36,6 +37,7 @@ from deepinfer.engine.settings import (
     Settings,
     require_invariant,
     split_settings,
+    start_slots,
 )
 from deepinfer.engine.sizing import Limits
 from deepinfer.engine.step.loop import Loop
@@ -51,6 +53,17 @@ Prompts = (
 )
 
 
+def how_to_make(given: Any) -> str:
+    """What to call in place of Engine(given)."""
+    made = "Engine.nano(), Engine.tiny() or Engine.from_pretrained(path)"
+    if given in ("nano", "tiny"):
+        made = f"Engine.{given}()"
+    elif isinstance(given, (str, os.PathLike)):
+        made = f"Engine.from_pretrained({str(given)!r})"
+    given = "" if given is None else repr(given)
+    return f"Engine({given}) makes no engine: call {made}"
+
+
 class Engine(InBackground):
     """One model, six slots, one cache. Make it with nano, tiny or from_pretrained, not by hand.
 
@@ -59,15 +72,21 @@ class Engine(InBackground):
     """
 
     def __init__(
-        self, shared: weights.Weights, settings: EngineConfig, slots: dict[str, Any]
+        self,
+        shared: Any = None,
+        settings: EngineConfig | None = None,
+        slots: dict[str, Any] | None = None,
     ) -> None:
+        if not isinstance(shared, weights.Weights) or settings is None or slots is None:
+            raise TypeError(how_to_make(shared))
         self._shared, self._settings = shared, settings
         self._slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
         if settings.batch_invariant:
             require_invariant(self._slots, shared.model.device)
         scheduler.resolve(settings.scheduler, settings.max_context)
         # started here, so that what does not fit the model is refused now and not at the first step
-        self._started = start_slots(shared.model, settings, self._slots)
+        model = shared.model
+        self._started = start_slots(model.config, model.device, model.dtype, settings, self._slots)
         self._limits = Limits.of(settings, shared.config, self._started["verifier"].max_draft)
         kernels.bind(settings.kernels, settings.batch_invariant)
         self._runtime: Runtime | None = None

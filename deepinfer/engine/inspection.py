@@ -181,7 +181,7 @@ class EngineInspection:
         """Every name that can be traced, in the order of the walk."""
         from deepinfer.engine.trace import trace_names
 
-        return trace_names(self.config, self._slots["verifier"].max_draft > 0)
+        return trace_names(self.config, self._started["verifier"].max_draft > 0)
 
     def __copy__(self) -> NoReturn:
         raise TypeError(

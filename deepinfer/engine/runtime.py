@@ -23,21 +23,8 @@ from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, OnWindowWrite, RowCheck, Tap
 from deepinfer.model.stack import Model
-from deepinfer.slots import registry
-from deepinfer.slots.protocols import SLOTS, Batch, EngineInfo, Prompt, ReplayPlan
+from deepinfer.slots.protocols import Batch, Prompt, ReplayPlan
 from deepinfer.slots.verifier.cost import CostCurve
-
-
-def start_slots(model: Model, settings: EngineConfig, slots: dict[str, Any]) -> dict[str, Any]:
-    """The engine's own copies of the slot objects."""
-    info = EngineInfo(
-        config=model.config,
-        device=model.device,
-        dtype=model.dtype,
-        max_num_seqs=settings.max_num_seqs,
-        seed=settings.seed,
-    )
-    return {name: registry.start(slots[name], info) for name in SLOTS}
 
 
 class Runtime:

@@ -9,12 +9,12 @@ from typing import Any, TypedDict
 
 import torch
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine.keywords import NEAR
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.session import default_dtype, default_seed
 from deepinfer.slots import registry
-from deepinfer.slots.protocols import SLOTS
+from deepinfer.slots.protocols import SLOTS, EngineInfo
 
 DEFAULT_SLOTS = {
     "attention": "csa2",
@@ -91,6 +91,24 @@ def split_settings(
         config = dataclasses.replace(base, **settings)
     chosen = {**(slots or DEFAULT_SLOTS), **{k: v for k, v in given.items() if k in SLOTS}}
     return config, chosen
+
+
+def start_slots(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: EngineConfig,
+    slots: dict[str, Any],
+) -> dict[str, Any]:
+    """An engine's own copies of the slot objects. ValueError for one that does not fit the model."""
+    info = EngineInfo(
+        config=config,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=settings.max_num_seqs,
+        seed=settings.seed,
+    )
+    return {name: registry.start(slots[name], info) for name in SLOTS}
 
 
 def require_invariant(slots: dict[str, Any], device: torch.device) -> None:

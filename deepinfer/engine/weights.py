@@ -15,7 +15,7 @@ import torch
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.loader import load
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.engine.settings import placement, split_settings
+from deepinfer.engine.settings import placement, split_settings, start_slots
 from deepinfer.engine.sizing import cache_bytes
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model.stack import Model
@@ -183,7 +183,9 @@ def from_folder(find: Callable[[], Path], source: str, given: Any) -> Opened:
     slots = {name: registry.resolve(name, slots[name]) for name in SLOTS}
     checkpoint = Checkpoint.open(find())
     parts = weight_bytes(checkpoint.config, dtype, config.keep_quantised)
-    parts |= cache_bytes(checkpoint.config, config, slots, dtype, device)
+    # started for this model, since what a slot takes can depend on it; the engine starts its own
+    started = start_slots(checkpoint.config, device, dtype, config, slots)
+    parts |= cache_bytes(checkpoint.config, config, started, dtype, device)
     require(f"{source} in {dtype}", parts, device, REMEDY)
     loaded = from_checkpoint(
         checkpoint, dtype=dtype, device=device, source=source, keep_quantised=config.keep_quantised

@@ -43,7 +43,8 @@ class Registry:
         """Decorator that names a class (or a function that makes an object) of this slot.
 
         Running a notebook cell again replaces what it registered before. Any other second use of a
-        name raises ValueError: no engine should change because a module was imported.
+        name raises ValueError: no engine should change because a module was imported. A class whose
+        methods do not fit the slot raises TypeError now, with what `resolve` would say later.
         """
         if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(
@@ -58,6 +59,8 @@ class Registry:
                     f"di.{self.slot} already has {name!r}: {held.__module__}.{held.__qualname__}; "
                     f"register {made_by.__module__}.{made_by.__qualname__} under another name"
                 )
+            if isinstance(made_by, type):  # what a function makes is seen once it is made
+                self._require_fit(made_by.__name__, mismatches(made_by, self.protocol))
             self._variants[name] = made_by
             return made_by
 
@@ -97,10 +100,13 @@ class Registry:
                 f"a class or an instance such as {self._example()}"
             )
         wrong = mismatches(value, self.protocol)
+        self._require_fit(type(value).__name__, wrong or _mislabelled(value))
+        return value
+
+    def _require_fit(self, name: str, wrong: list[str]) -> None:
         if wrong:
             lines = "".join(f"\n  - {w}" for w in wrong)
-            raise TypeError(f"{type(value).__name__} is no {self.slot} variant:{lines}")
-        return value
+            raise TypeError(f"{name} is no {self.slot} variant:{lines}")
 
     def _make(self, made_by: Callable[..., Any]) -> Any:
         try:
@@ -241,6 +247,19 @@ def _claim(obj: Any, name: str, methods: tuple[str, ...]) -> Any:
         if any(m in cls.__dict__ for m in methods):
             return False
     return False
+
+
+def _mislabelled(obj: Any) -> list[str]:
+    """One sentence if an inherited repr names another class: results would carry the base's name."""
+    cls = type(obj)
+    owner = next(c for c in cls.__mro__ if "__repr__" in vars(c))
+    if owner in (cls, object) or cls.__name__ in (text := repr(obj)):
+        return []
+    return [
+        f"it shows itself as {text}, by the __repr__ of {owner.__name__}, and results would carry "
+        f"that name: begin {owner.__name__}.__repr__ with type(self).__name__, or give "
+        f"{cls.__name__} a __repr__"
+    ]
 
 
 def _same_cell(held: Any, new: Any) -> bool:

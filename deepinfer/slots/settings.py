@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def shown(obj: Any) -> str:
+def shown(obj: Any, *first: str) -> str:
     """`Stride(stride=2)`: what the constructors of its class and bases take, by name.
 
-    A parameter is shown where the object has an attribute of its name that is not the default, so
-    objects that a comparison tells apart by their text differ in it.
+    A parameter is shown if the object has an attribute of its name that is not the default, so
+    objects that a comparison tells apart by their text differ in it. first: attributes that are
+    always shown, in front and without their name. The name is that of the object's own class, so a
+    subclass is never taken for its base.
     """
-    parts = []
+    parts = [_short(getattr(obj, name, None)) for name in first]
     for p in _parameters(type(obj)):
+        if p.name in first:
+            continue
         value = getattr(obj, p.name, p.empty)
         if value is p.empty or inspect.ismethod(value) or _equal(value, p.default):
             continue

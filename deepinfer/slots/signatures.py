@@ -36,8 +36,13 @@ def line(protocol: type, method: str) -> str:
 
 
 def mismatches(obj: Any, protocol: type) -> list[str]:
-    """One sentence for each way in which an object does not fit; empty where it fits."""
+    """One sentence for each way in which an object, or a class, does not fit; empty if it fits.
+
+    Of a class only what its instances certainly have is judged: its methods, and data that it
+    states itself (`max_draft` may come from the constructor).
+    """
     found = []
+    of_class = isinstance(obj, type)
     wanted = getattr(protocol, "version", 1)
     version = getattr(obj, "version", wanted)
     if version != wanted:
@@ -47,11 +52,15 @@ def mismatches(obj: Any, protocol: type) -> list[str]:
     for name in protocol_data(protocol):
         types, words = _DATA[name]
         value = getattr(obj, name, None)
+        if of_class and (value is None or hasattr(value, "__get__")):
+            continue
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             found.append(f"attribute {name!r} must be {words}, found {value!r}")
     for name in protocol_methods(protocol):
         method = getattr(obj, name, None)
         if method is None:
+            if of_class and hasattr(obj, "__getattr__"):
+                continue
             close = _near(name, obj)
             hint = f" (it has {close!r})" if close else ""
             found.append(f"method {name!r} is missing{hint}: {line(protocol, name)}")
@@ -60,14 +69,15 @@ def mismatches(obj: Any, protocol: type) -> list[str]:
                 f"{name!r} is a {type(method).__name__}, not a method: {line(protocol, name)}"
             )
         else:
-            wrong = _wrong_parameters(method, getattr(protocol, name))
+            unbound = of_class and inspect.isfunction(inspect.getattr_static(obj, name))
+            wrong = _wrong_parameters(method, getattr(protocol, name), unbound)
             found += [f"{name}: {w}; the protocol's line is {line(protocol, name)}" for w in wrong]
     return found + _misspelt(obj, protocol)
 
 
-def _wrong_parameters(method: Any, stated: Any) -> list[str]:
+def _wrong_parameters(method: Any, stated: Any, unbound: bool = False) -> list[str]:
     try:
-        own = list(inspect.signature(method).parameters.values())
+        own = list(inspect.signature(method).parameters.values())[unbound:]  # without self
     except (TypeError, ValueError):  # a builtin without a signature: calling it will tell
         return []
     want = list(inspect.signature(stated).parameters.values())[1:]  # without self
@@ -111,7 +121,7 @@ def _misspelt(obj: Any, protocol: type) -> list[str]:
     """
     wanted = (*protocol_methods(protocol), "start")
     found, overridden = [], set()
-    mro = type(obj).__mro__
+    mro = (obj if isinstance(obj, type) else type(obj)).__mro__
     for i, cls in enumerate(mro):
         if cls.__module__.partition(".")[0] in _NOT_USERS:
             continue

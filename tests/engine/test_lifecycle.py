@@ -1,5 +1,6 @@
 """Engines come and go: nothing is shared but weights, and nothing is left behind."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -9,6 +10,9 @@ from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer import kernels
+from deepinfer.checkpoint import names
+from deepinfer.checkpoint.tiny import tiny_state
+from deepinfer.checkpoint.writer import write
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.sampler import Philox
@@ -229,6 +233,49 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(wrong, right):
 def test_a_setting_that_does_not_fit_says_so(bad, words):
     with pytest.raises((ValueError, TypeError, KeyError), match=words):
         small_engine("2 and 1", vocab=97, **bad).generate(PROMPT, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("nano",), r"Engine\('nano'\) makes no engine: call Engine.nano\(\)"),
+        (("tiny",), r"call Engine.tiny\(\)"),
+        (("models/x",), r"call Engine.from_pretrained\('models/x'\)"),
+        ((), r"Engine\(\) makes no engine: call Engine.nano\(\), Engine.tiny\(\) or"),
+    ],
+)
+def test_the_constructor_says_what_to_call(given, words):
+    with pytest.raises(TypeError, match=words):
+        Engine(*given)
+
+
+def tiny_that_drafts(folder, drafts: int) -> str:
+    """The tiny model with another block size, or (0) without its drafter."""
+    config, state, tokenizer = tiny_state()
+    if drafts:
+        config = dataclasses.replace(config, dspark_block_size=drafts)
+    else:
+        ratios = config.compress_ratios[: config.num_hidden_layers]
+        config = dataclasses.replace(config, num_nextn_predict_layers=0, compress_ratios=ratios)
+        state = {w.name: state[w.name] for w in names.weights(config)}
+    return str(write(folder, config, state, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("drafts", [2, 0])
+def test_fixed_is_taken_alike_wherever_it_is_given(tmp_path, drafts):
+    """By with_ and by from_pretrained, on a model that drafts another number than the release's."""
+    folder = tiny_that_drafts(tmp_path / "tiny", drafts)
+    for make in (
+        lambda: Engine.from_pretrained(folder, verifier=Fixed()),
+        lambda: Engine.from_pretrained(folder).with_(verifier=Fixed()),
+    ):
+        if drafts:
+            eng = make()
+        else:
+            with pytest.warns(UserWarning, match=r"Fixed\(None\): this model has no drafter"):
+                eng = make()
+        assert eng.slots["verifier"].max_draft == drafts
+        assert any(n.startswith("mtp") for n in eng.trace_names()) == bool(drafts)
 
 
 def test_engines_in_one_notebook_are_those_of_the_package():

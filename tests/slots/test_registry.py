@@ -220,3 +220,68 @@ def test_engines_never_share_an_object():
     info = SimpleNamespace(config=SimpleNamespace(max_draft=5))
     fixed = Fixed(2)
     assert start(fixed, info) is not fixed
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_a_subclass_is_never_shown_as_its_base(slot):
+    for name in registry.registry(slot).names():
+        base = registry.registry(slot).get(name)
+        assert repr(type("Half", (base,), {})()).startswith("Half("), name
+
+    class Half(Fixed):
+        def __init__(self, n, share=1):
+            super().__init__(n, rule="rejection")
+            self.share = share
+
+    assert repr(Half(5, 2)) == "Half(5, share=2, rule='rejection')"
+    assert repr(Fixed()) == "Fixed(None)" and repr(Fixed(2)) == "Fixed(2)"
+
+
+def test_an_inherited_repr_that_names_the_base_is_refused():
+    class Named(Philox):
+        def __repr__(self):
+            return "Named()"
+
+    class Other(Named):
+        pass
+
+    assert repr(resolve("sampler", Named())) == "Named()"
+    with pytest.raises(
+        TypeError, match=r"Other is no sampler variant:\n.*shows itself as Named\(\)"
+    ):
+        resolve("sampler", Other)
+
+
+def test_a_wrong_class_is_refused_where_it_is_registered():
+    """With the words that `resolve` has, and without making an object."""
+
+    class Bad(Philox):
+        def __init__(self, needed): ...
+
+        def draw(self, dist): ...
+
+    own = Registry("sampler", protocols.Sampler)
+    with pytest.raises(
+        TypeError, match="(?s)Bad is no sampler variant:.*'keys', is missing"
+    ) as said:
+        own.register("bad")(Bad)
+    with pytest.raises(TypeError) as later:
+        resolve("sampler", Bad(1))
+    assert str(said.value) == str(later.value) and "bad" not in own._variants
+    with pytest.raises(TypeError, match="'accept' is missing"):
+        Registry("verifier", protocols.Verifier).register("none")(type("None_", (), {}))
+
+    class Late(BaseVerifier):  # max_draft comes from the constructor
+        max_draft = None
+
+        def __init__(self):
+            self.max_draft = 3
+
+        @staticmethod
+        def accept(draft, target): ...
+
+        @classmethod
+        def allocate(cls, fresh, budget): ...
+
+    registered = Registry("verifier", protocols.Verifier).register("late")(Late)
+    assert registered is Late and mismatches(Late, protocols.Verifier) == []

@@ -92,7 +92,7 @@ class DataParallel:
         self.votes, self.full = votes or DataParallelVotes(), full
 
     def __repr__(self) -> str:
-        return f"DataParallel({self.inner!r}, votes={self.votes!r})"
+        return f"{type(self).__name__}({self.inner!r}, votes={self.votes!r})"
 
     def start(self, resources: Resources) -> DataParallel:
         return DataParallel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.slots.registry import registry
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,7 @@ class NoGrammar:
     on_device = True
 
     def __repr__(self) -> str:
-        return "NoGrammar()"
+        return shown(self)
 
     def compile(self, spec: Any, vocab: Any) -> Free:
         if spec is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.registry import registry
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
@@ -25,7 +26,7 @@ class Exact:
     on_device = False
 
     def __repr__(self) -> str:
-        return "Exact()"
+        return shown(self)
 
     def plan(self, prompt: Prompt, config: ModelConfig) -> ReplayPlan:
         start = (

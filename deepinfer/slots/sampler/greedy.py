@@ -10,6 +10,7 @@ from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.registry import registry
 from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.philox import sampled
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,7 @@ class Greedy:
     on_device = True
 
     def __repr__(self) -> str:
-        return "Greedy()"
+        return shown(self)
 
     def distribution(self, logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
         cold = torch.zeros_like(params.temperature)

@@ -9,6 +9,7 @@ from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.registry import registry
 from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.sampler.draw import draw_by_weight
+from deepinfer.slots.settings import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,7 @@ class Philox:
     on_device = True
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return shown(self)
 
     def distribution(self, logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
         """See `distribution`. logits: [t, v] -> Dist of [t, v]."""

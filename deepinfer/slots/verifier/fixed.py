@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepinfer.slots.protocols import EngineInfo
 from deepinfer.slots.registry import registry
+from deepinfer.slots.settings import shown
 from deepinfer.slots.verifier.base import RULES, BaseVerifier
 
 if TYPE_CHECKING:
@@ -37,12 +39,18 @@ class Fixed(BaseVerifier):
         self.max_draft = RELEASED_BLOCK if n is None else n
 
     def __repr__(self) -> str:
-        rule = "" if self.rule == "match" else f", rule={self.rule!r}"
-        return f"Fixed({self.n}{rule})"
+        return shown(self, "n")
 
     def start(self, info: EngineInfo) -> Any:
-        """Raises ValueError where n is more than the model's drafter proposes."""
+        """Raises ValueError if n is more than the model's drafter proposes. `Fixed()` takes what
+        the drafter proposes, and warns if the model has no drafter."""
         most = info.config.max_draft
+        if self.n is None and not most:
+            warnings.warn(
+                f"verifier {self!r}: this model has no drafter, so nothing is drafted; "
+                "verifier='off' says the same",
+                stacklevel=2,
+            )
         if self.n is not None and self.n > most:
             raise ValueError(
                 f"Fixed({self.n}): this model drafts at most {most} tokens a step; "

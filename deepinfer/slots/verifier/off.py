@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepinfer.slots.registry import registry
+from deepinfer.slots.settings import shown
 from deepinfer.slots.verifier.base import BaseVerifier
 
 
@@ -13,4 +14,4 @@ class Off(BaseVerifier):
     max_draft = 0
 
     def __repr__(self) -> str:
-        return "Off()"
+        return shown(self)
