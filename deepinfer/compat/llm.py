@@ -72,6 +72,15 @@ class Outputs(list[Any]):
         super().__init__(items)
         self.completions = Completions() if completions is None else completions
 
+    def __repr__(self) -> str:
+        """The completions, one line a prompt: a list of RequestOutput is far too long to show."""
+        if any(not isinstance(item, str) for item in self):
+            return f"{len(self)} lists of RequestOutput, one a token\n{self.completions!r}"
+        return super().__repr__()
+
+    def _repr_html_(self) -> str:
+        return self.completions._repr_html_()
+
     @property
     def errors(self) -> dict[int, Exception]:
         """Index of a prompt that failed -> its error."""

@@ -66,6 +66,16 @@ class EngineConfig(Config):
             set_field(self, "kernels", dict(self.kernels))
         super().__post_init__()
 
+    def __repr__(self) -> str:
+        from deepinfer.display.config import engine_config_text
+
+        return engine_config_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.config import engine_config_html
+
+        return engine_config_html(self)
+
     @classmethod
     def production(cls) -> EngineConfig:
         """DeepInfer's documented settings, as far as there are fields for them.

@@ -171,6 +171,16 @@ class ModelConfig(Config):
     # harmless keys of the file this config was read from, kept for `to_dict`
     extra: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        from deepinfer.display.config import model_config_text
+
+        return model_config_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.config import model_config_html
+
+        return model_config_html(self)
+
     # -- reading and writing ---------------------------------------------------------------------
 
     @classmethod

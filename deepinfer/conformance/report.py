@@ -52,6 +52,11 @@ class Report:
 
         return Table([dict(law=r.law, status=r.status, case=r.case) for r in self.results])
 
+    def _repr_html_(self) -> str:
+        from deepinfer.display.report import report_html
+
+        return report_html(self)
+
     def __repr__(self) -> str:
         ran = [r for r in self.results if r.status != NOT_RUN]
         broken = len(self.failures)

@@ -58,6 +58,11 @@ class Text(str):
         shown = str(first) if len(first) <= 40 else first[:39] + "…"
         return f"<Text {self.path}{place}: {len(self):,} characters, {shown!r}>"
 
+    def _repr_html_(self) -> str:
+        from deepinfer.display.report import passage_html
+
+        return passage_html(self)
+
 
 def _text_of(kind: type[Text], text: str, about: dict[str, Any]) -> Text:
     """A Text from what a pickle of it holds."""

@@ -163,13 +163,13 @@ def _notes(c: Comparison) -> list[str]:
 def _texts(c: Comparison, name: str, pairs: Sequence[Pair]) -> html.Html:
     """a's continuations, those that an engine would change first."""
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].first is None, i))
-    shown = [_text(c, i, pairs[i]) for i in order[:SHOWN_PROMPTS]]
+    shown = [_text(c, name, i, pairs[i]) for i in order[:SHOWN_PROMPTS]]
     hidden = len(pairs) - len(shown)
     more = counted(hidden, "more prompt") + "; .per_prompt has all"
     return html.block(*shown, *([html.block(html.muted(more))] if hidden else []))
 
 
-def _text(c: Comparison, i: int, p: Pair) -> html.Html:
+def _text(c: Comparison, name: str, i: int, p: Pair) -> html.Html:
     start = p.rows - len(p.text_a)
     pieces = []
     for k, token in enumerate(p.text_a[:SHOWN_TOKENS]):
@@ -185,7 +185,19 @@ def _text(c: Comparison, i: int, p: Pair) -> html.Html:
         said = f"token {p.first}: {c.text(p.chosen_b(p.first))!r} instead of "
         said += f"{c.text(p.text_a[p.first])!r}{gap}"
     head = html.block(html.muted(f"prompt {i}: {said}"), style="margin-top:4px")
-    return html.block(head, html.tokens(pieces), more)
+    return html.block(head, html.tokens(pieces), more, *_own(c, name, p))
+
+
+def _own(c: Comparison, name: str, p: Pair) -> list[html.Html]:
+    """The other engine's own text, if it differs: folded, from the first token that differs on."""
+    if p.first is None:
+        return []
+    shown = p.text_b[:SHOWN_TOKENS]
+    pieces = [
+        (c.text(token), FIRST if k == p.first else None, f"output position {k}, id {token}")
+        for k, token in enumerate(shown)
+    ]
+    return [html.folded(f"{name}'s own text", html.tokens(pieces))]
 
 
 def _tooltip(c: Comparison, p: Pair, k: int, t: int) -> str:

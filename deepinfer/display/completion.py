@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SHOWN_TOKENS = 400  # of one completion
 SHOWN_ITEMS = 20  # of a list
 SHOWN_CHARACTERS = 600
+SHOWN_PROMPT = 200  # characters of a prompt, its end
 FAILED = 5  # colour of an error
 DRAFT = 0  # colour of a token that a draft proposed
 
@@ -25,12 +26,14 @@ def completion_text(c: Completion) -> str:
     text = repr(c.text[:SHOWN_CHARACTERS])
     hidden = len(c.text) - SHOWN_CHARACTERS
     more = f"\n{counted(hidden, 'more character')} in .text" if hidden > 0 else ""
-    return f"{_head(c)}\n{text}{more}"
+    cut = "..." if len(c.prompt) > SHOWN_PROMPT else ""
+    prompt = f"\nprompt {cut}{c.prompt[-SHOWN_PROMPT:]!r}" if c.prompt else ""
+    return f"{_head(c)}{prompt}\n{text}{more}"
 
 
 def completion_html(c: Completion) -> str:
     """The text token by token: what drafts proposed is coloured, the rest says where it is from."""
-    body = [_tokens(c)]
+    body = [*_prompt(c), _tokens(c)]
     if c.accepted_drafts:
         body.append(html.legend({"accepted draft": DRAFT, "the target's own draw": None}))
     if c.error is not None:
@@ -66,6 +69,15 @@ def completions_html(items: Sequence[Completion]) -> str:
     if any(c.accepted_drafts for c in items[:SHOWN_ITEMS]):
         body.append(html.legend({"accepted draft": DRAFT, "the target's own draw": None}))
     return html.card(counted(len(items), "completion"), *body)
+
+
+def _prompt(c: Completion) -> list[html.Html]:
+    """The end of the prompt, if its text is known."""
+    if not c.prompt:
+        return []
+    cut = "\u2026" if len(c.prompt) > SHOWN_PROMPT else ""
+    text = html.tokens([(cut + c.prompt[-SHOWN_PROMPT:], None, "prompt")])
+    return [html.block(html.muted("prompt"), text), html.block(html.muted("output"))]
 
 
 def _finish(c: Completion) -> object:

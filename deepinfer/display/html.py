@@ -16,11 +16,18 @@ MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px"
 LINE = "rgba(128,128,128,.35)"
 WASH = "rgba(128,128,128,.12)"
 LONG_CELL = 48  # characters: a longer text is set in lines
+NO_MATHS = "mathjax_ignore tex2jax_ignore"  # a notebook would set text between dollars as maths
 GRID = "border-collapse:collapse;margin:4px 0;font:inherit;color:inherit"
 
 
 # Control characters as their pictures; a line break keeps its effect.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "\u21b5\n", 127: "\u2421"}
+# The same in a cell of a table, where a token may be a line break and nothing else.
+_SHORT = {code: chr(0x2400 + code) for code in range(32)} | {
+    10: "\u21b5",
+    9: "\u2192",
+    127: "\u2421",
+}
 
 
 class Html(str):
@@ -65,7 +72,7 @@ def card(title: object, *children: object, note: object = None) -> Html:
     """The outer frame of what an object shows: a title, a muted note beside it, and a body."""
     head = block(tag("b", title), *([" ", muted(note)] if note is not None else []))
     style = f"{FONT};border:1px solid {LINE};border-radius:6px;padding:8px 12px;max-width:60em"
-    return block(head, *children, style=style)
+    return tag("div", head, *children, style=style, class_=NO_MATHS)
 
 
 def chip(text: object, colour: int | None = None, title: str | None = None) -> Html:
@@ -123,7 +130,8 @@ def table(
     )
     above = [block(tag("b", caption))] if caption else []
     below = [block(muted(note))] if note else []
-    return block(*above, grid, *below, style=f"{FONT};overflow-x:auto")
+    style = f"{FONT};overflow-x:auto"
+    return tag("div", *above, grid, *below, style=style, class_=NO_MATHS)
 
 
 def bar(fraction: float, colour: int = 0, width: str = "8em", title: str | None = None) -> Html:
@@ -155,4 +163,6 @@ def _cell(kind: str, value: object, side: str) -> Html:
         style += ";white-space:pre"
     elif kind == "td" and type(value) is str and len(value) > LONG_CELL:  # no Html
         style += ";min-width:24em;white-space:normal;overflow-wrap:anywhere"
+    if type(value) is str:
+        value = value.translate(_SHORT)
     return tag(kind, value, style=style + (";font-weight:600" if kind == "th" else ""))

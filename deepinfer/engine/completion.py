@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from deepinfer.engine.text import Detokenizer
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from deepinfer.engine.request import Request
     from deepinfer.tables.table import Table
 
@@ -30,7 +32,7 @@ class Completion:
     index: the place of its prompt in what `generate` was given; from `step`, `abort` or a RequestHandle,
     the request id. error is set, and finish_reason 'error', where the request failed; what it had
     emitted stays. cached_tokens: tokens of the prompt that the prefix cache had, so that they were
-    not computed."""
+    not computed. prompt: its text without special tokens, '' without a tokenizer."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
@@ -44,6 +46,7 @@ class Completion:
     prompt_logprobs: tuple[float | None, ...] = ()
     pieces: tuple[str, ...] = ()
     cached_tokens: int = 0
+    prompt: str = ""
 
     @property
     def accepted_drafts(self) -> int:
@@ -99,6 +102,7 @@ def completion(index: int, r: Request, tokenizer: Any) -> Completion:
         prompt_logprobs=tuple(r.prompt_logprobs),
         pieces=tuple(text.push(t) for t in r.output),
         cached_tokens=r.prefix.cached_tokens or 0,
+        prompt=text.all(r.prompt),
     )
 
 
@@ -121,6 +125,15 @@ class Completions(list[Completion]):
                 f"{len(failed)} of {len(self)} requests failed; the first is item {first.index}: {first.error}"
             ) from first.error
         return self
+
+    @property
+    def text(self) -> list[str]:
+        """The output text of each item."""
+        return [c.text for c in self]
+
+    def to_pandas(self) -> DataFrame:
+        """`table` as a DataFrame (needs pandas)."""
+        return self.table().to_pandas()
 
     def table(self) -> Table:
         """One row per item: index, prompt and output lengths, finish reason, mean logprob, error, text."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from deepinfer.engine.request import Request
     from deepinfer.engine.step.loop import Loop
+    from deepinfer.engine.trace import TraceNames
     from deepinfer.tables.table import Table
 
 
@@ -177,7 +178,7 @@ class EngineInspection:
         """Text of token ids; special tokens are left out."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def trace_names(self) -> list[str]:
+    def trace_names(self) -> TraceNames:
         """Every name that can be traced, in the order of the walk."""
         from deepinfer.engine.trace import trace_names
 

@@ -300,7 +300,21 @@ def _few(x: Tensor) -> str:
 # ---------------------------------------------------------------------------------------- names
 
 
-def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
+class TraceNames(list[str]):
+    """The names that a trace can show, in the order of the walk; displayed as a tree with shapes."""
+
+    def __repr__(self) -> str:
+        from deepinfer.display.names import names_text
+
+        return names_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.names import names_html
+
+        return names_html(self)
+
+
+def trace_names(config: ModelConfig, drafter: bool) -> TraceNames:
     """Every name a forward can show, in the order of the walk. mtp.*: only with a drafter.
 
     Of t rows, m streams of width d:
@@ -327,7 +341,7 @@ def trace_names(config: ModelConfig, drafter: bool) -> list[str]:
         for i in range(config.num_nextn_predict_layers):
             out += _layer_names(config, f"mtp.{i}", config.num_hidden_layers + i, False)
         out.append("mtp.base")
-    return out
+    return TraceNames(out)
 
 
 def _layer_names(c: ModelConfig, name: str, layer: int, engram: bool) -> list[str]:

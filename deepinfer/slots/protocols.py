@@ -490,6 +490,16 @@ class ReplayPlan:
     exact: bool = True
     why: str = ""
 
+    def __repr__(self) -> str:
+        from deepinfer.display.plan import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from deepinfer.display.plan import plan_html
+
+        return plan_html(self)
+
     def rows_in(self, length: int) -> tuple[int, ...]:
         """Rows of a prompt of `length` tokens that enter each layer, where their window key (and at a
         KV source their block KV) is projected: length - max(start, rows_from of the layer before)."""
