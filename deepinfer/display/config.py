@@ -142,5 +142,6 @@ def _value(value: Any) -> str:
             inside = ", ".join(map(str, value))
         return f"({inside})"
     if dataclasses.is_dataclass(value):
-        return ", ".join(f"{f.name}={getattr(value, f.name)}" for f in dataclasses.fields(value))
+        fields = dataclasses.fields(value)
+        return f"({', '.join(f'{f.name}: {getattr(value, f.name)}' for f in fields)})"
     return str(value)

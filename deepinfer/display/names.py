@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[str, str]] = {
     "features": ("t d", "what the drafter reads"),
     "final": ("t d", "the streams behind the last layer, collapsed"),
     "logits": ("t v", "logits of the rows that want them"),
-    "mtp.base": ("t n v", "logits of the drafter before its Markov head"),
+    "mtp.base": ("t v", "logits of the drafter before its Markov head"),
 }
 
 
