@@ -1,7 +1,10 @@
 """A progress bar where a person is watching, nothing elsewhere."""
 
+import functools
 import os
 import sys
+import threading
+from weakref import WeakSet
 
 
 class Silent:
@@ -42,4 +45,28 @@ def bar(total: int, what: str, unit: str = "tok", show: bool | None = None):
         from tqdm.auto import tqdm
     except ImportError:
         return Silent()
-    return tqdm(total=total, desc=what, unit=unit, leave=False)
+    shown = len(getattr(tqdm, "_instances", ()))  # below the bars of the caller's own loops
+    made = with_own_lock(tqdm)
+    return made(total=total, desc=what, unit=unit, leave=False, position=shown)
+
+
+@functools.cache
+def with_own_lock(tqdm: type) -> type:
+    """A tqdm class whose bars share no lock with other bars.
+
+    tqdm draws under one lock of the process, which it takes and gives back in two statements: an
+    interrupt between them leaves it held, and every later bar of another thread waits for ever. A
+    bar of this class draws under a lock of its own. That of the class guards the list of bars, and
+    tqdm holds it in `with` blocks only, which an interrupt leaves properly.
+    """
+
+    class Bar(tqdm):  # type: ignore[misc, valid-type]
+        _lock = threading.RLock()
+        _instances: WeakSet = WeakSet()
+        monitor_interval = 0  # no thread that looks after bars from outside
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            self._lock = threading.RLock()
+            super().__init__(*args, **kwargs)
+
+    return Bar

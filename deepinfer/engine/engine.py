@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -18,6 +18,7 @@ from deepinfer.engine.background.background import InBackground
 from deepinfer.engine.background.fair_lock import FairLock, locked
 from deepinfer.engine.completion import Completion, Completions, StreamedToken, completion, failed
 from deepinfer.engine.keywords import Kept, completes
+from deepinfer.engine.prompt_length import require_length
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
@@ -26,9 +27,9 @@ from deepinfer.engine.sampling_params import (
     SAMPLING,
     Sampling,
     SamplingParams,
+    deadline_of,
     params_list,
     require_salt,
-    require_timeout,
 )
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.settings import (
@@ -174,18 +175,19 @@ class Engine(InBackground):
         items, single = prompt_list(prompts)
         each = params_list(params, sampling, len(items))
         requests: list[Request | Exception] = []
-        try:
-            for item, p in zip(items, each):
-                try:
-                    requests.append(self._add(item, p, timeout, salt))
-                except (ValueError, TypeError, KeyError) as error:
-                    if single:
-                        raise
-                    requests.append(error)
-            self._drain([r for r in requests if isinstance(r, Request)], progress)
-        finally:  # an interrupt or a fault must not leave half a batch in the engine
-            for r in (r for r in requests if isinstance(r, Request)):
-                self._forget(r)
+        call = threading.Lock()
+        with call:  # its requests end with it: see `Loop.calls`
+            try:
+                for item, p in zip(items, each):
+                    try:
+                        requests.append(self._add(item, p, timeout, salt, call))
+                    except (ValueError, TypeError, KeyError) as error:
+                        if single:
+                            raise
+                        requests.append(error)
+                self._drain([r for r in requests if isinstance(r, Request)], progress)
+            finally:  # an interrupt or a fault must not leave half a batch in the engine
+                self._end_call(call)
         done = Completions(
             self._completion(i, r) if isinstance(r, Request) else failed(i, r)
             for i, r in enumerate(requests)
@@ -224,7 +226,11 @@ class Engine(InBackground):
         only prompts of the same salt share what is cached, so that nobody can tell by the time
         whether a stranger has sent the same prompt.
         """
-        return self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt).id
+        call = threading.Lock()
+        with call:  # until the caller is about to know its id
+            id = self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt, call).id
+            self._keep(call)
+        return id
 
     @locked
     def step(self) -> list[Completion]:
@@ -253,9 +259,15 @@ class Engine(InBackground):
         prefix_cache=True both share the pages they have in common; without it, these tokens are
         computed again. KeyError if unknown.
         """
-        return self._fork(id, params, sampling).id
+        call = threading.Lock()
+        with call:
+            child = self._fork(id, params, sampling, call).id
+            self._keep(call)
+        return child
 
-    def _fork(self, id: int, params: SamplingParams | None, sampling: Any) -> Request:
+    def _fork(
+        self, id: int, params: SamplingParams | None, sampling: Any, call: threading.Lock
+    ) -> Request:
         parent = self._known(id)
         if params is None:
             params = dataclasses.replace(parent.params, **{"seed": None, **sampling})
@@ -263,7 +275,7 @@ class Engine(InBackground):
             params = params_list(params, sampling, 1)[0]  # says that it is one or the other
         else:
             params = params_list(params, {}, 1)[0]
-        child = self._open().fork(parent, params)
+        child = self._open().fork(parent, params, call)
         self._work_came()
         return child
 
@@ -279,41 +291,76 @@ class Engine(InBackground):
     ) -> Iterator[StreamedToken]:
         """Tokens of one prompt as they are committed. Closing the iterator aborts the request.
         timeout, salt: as of `add`."""
-        tokens = self._stream(self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt))
+        tokens = self._stream(prompt, params_list(params, sampling, 1)[0], timeout, salt)
         next(tokens)  # now it has begun, closing or dropping it aborts the request
         return cast("Iterator[StreamedToken]", tokens)
 
-    def _stream(self, request: Request) -> Iterator[StreamedToken | None]:
+    def _stream(
+        self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
+    ) -> Iterator[StreamedToken | None]:
+        call = threading.Lock()
+        with call:
+            try:
+                yield from self._read(self._add(prompt, params, timeout, salt, call))
+            finally:
+                self._end_call(call)
+
+    def _read(self, request: Request) -> Iterator[StreamedToken | None]:
         text, shown = Detokenizer(self._shared.tokenizer), 0
-        try:
-            yield None
-            while True:
-                last = request.finished  # asked first: another thread may be the one that steps
-                while shown < len(request.logprobs):
-                    token = request.output[shown]
-                    yield StreamedToken(token, text.push(token), request.logprobs[shown])
-                    shown += 1
-                if last:
-                    break
-                self._step()
-            if request.error is not None:
-                raise request.error
-        finally:
-            self._forget(request)
+        yield None
+        while True:
+            last = request.finished  # asked first: another thread may be the one that steps
+            while shown < len(request.logprobs):
+                token = request.output[shown]
+                yield StreamedToken(token, text.push(token), request.logprobs[shown])
+                shown += 1
+            if last:
+                break
+            self._step()
+        if request.error is not None:
+            raise request.error
+
+    def _add(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        timeout: float | None,
+        salt: str | None,
+        call: threading.Lock,
+    ) -> Request:
+        deadline, salt = deadline_of(timeout), require_salt(salt)
+        return self._queue(self._ids(prompt), params, deadline, salt, call)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt, for a request. Asked before the engine's lock is taken: a long text
+        is tokenised for seconds, and other requests go on meanwhile."""
+        self._require_open()
+        require_length(prompt, self._limits.model_len, self.encode)
+        return encode_prompt(self, prompt)
 
     @locked
-    def _add(
-        self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
+    def _queue(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        deadline: float | None,
+        salt: str | None,
+        call: threading.Lock,
     ) -> Request:
-        loop = self._open()
-        deadline = None if timeout is None else require_timeout(timeout) + time.monotonic()
-        request = loop.add(encode_prompt(self, prompt), params, deadline, require_salt(salt))
-        try:
-            self._work_came()
-        except BaseException:  # an interrupt: nobody knows its id
-            loop.forget(request)
-            raise
+        request = self._open().add(ids, params, deadline, salt, call)
+        self._work_came()
         return request
+
+    def _keep(self, call: threading.Lock) -> None:
+        """The requests of a call outlive it."""
+        if (loop := self._loop) is not None:
+            loop.calls.pop(call, None)
+
+    @locked
+    def _end_call(self, call: threading.Lock) -> None:
+        if self._loop is not None:
+            self._loop.end_call(call)
+        self._requests_changed()
 
     @locked
     def _step(self) -> None:
@@ -335,7 +382,6 @@ class Engine(InBackground):
 
     # --------------------------------------------------------------------------- teacher forcing
 
-    @locked
     def logits(
         self,
         token_ids: str | Sequence[int],
@@ -348,8 +394,9 @@ class Engine(InBackground):
         fed as decode rows. chunks: rows per step; prompt=1, chunks=[1]*t is serial decode. Rows a policy
         drops are NaN. Raises ValueError for bad ids or chunks.
         """
-        loop = self._open()
-        return loop.logits(encode_prompt(self, token_ids), prompt, chunks)
+        self._require_open()
+        ids = encode_prompt(self, token_ids)  # before the lock is taken: see `_ids`
+        return self._lock.run(lambda: self._open().logits(ids, prompt, chunks))
 
     def score(self, texts: Prompts, prompt: int | None = None) -> scoring.Scores:
         """Log-probabilities of what follows the first `prompt` tokens (default 1, the bos) of each text.
@@ -387,10 +434,7 @@ class Engine(InBackground):
     def runtime(self) -> Runtime:
         """This engine's own parts, opened: scheduler, cache, pools, slot copies, limits. Made at first
         use. Raises RuntimeError after close()."""
-        if self._closed:
-            raise RuntimeError(
-                "this engine is closed: make another, or eng.with_() over the same weights"
-            )
+        self._require_open()
         if self._runtime is None:
             self._runtime = Runtime(
                 self._shared.model,
@@ -406,7 +450,14 @@ class Engine(InBackground):
         rt = self.runtime
         if self._loop is None:
             self._loop = Loop(rt, self._shared.tokenizer, self._traces)
+        self._loop.drop_abandoned()
         return self._loop
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "this engine is closed: make another, or eng.with_() over the same weights"
+            )
 
     def close(self) -> None:
         """Free the cache, drop unfinished requests, a Background's too. Weights live on in other engines."""

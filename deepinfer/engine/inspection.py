@@ -13,7 +13,7 @@ from deepinfer.engine.prefix.manager import CacheReport
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats.stats import Stats
-from deepinfer.engine.text import check_unicode
+from deepinfer.engine.text import check_unicode, token_ids
 from deepinfer.slots import registry
 from deepinfer.slots.protocols import SLOTS
 
@@ -171,7 +171,7 @@ class EngineInspection:
         if not isinstance(text, str):
             raise ValueError(f"encode takes one string, got {type(text).__name__}")
         check_unicode(text)
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = token_ids(self.tokenizer, text)
         return [self.config.bos_token_id, *ids] if bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:

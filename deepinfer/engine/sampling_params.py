@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import numbers
+import time
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
 
@@ -206,8 +207,23 @@ def require_timeout(timeout: float) -> float:
     return float(timeout)
 
 
+def deadline_of(timeout: float | None) -> float | None:
+    """The time on the monotonic clock that is so many seconds from now."""
+    return None if timeout is None else require_timeout(timeout) + time.monotonic()
+
+
 def require_salt(salt: str | None) -> str | None:
-    """TypeError for what is no text: another kind would not say what it identifies."""
-    if salt is not None and not isinstance(salt, str):
+    """A salt as it was given. TypeError for another type than a string, ValueError for a string with
+    a lone surrogate, which has no bytes to make page keys from."""
+    if salt is None:
+        return None
+    if not isinstance(salt, str):
         raise TypeError(f"salt={salt!r}: want None or a string, got {type(salt).__name__}")
+    try:
+        str.encode(salt)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"salt={salt!r} is not valid Unicode: index {error.start} is the lone surrogate "
+            f"{salt[error.start]!r}; remove it"
+        ) from None
     return salt

@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+LONG = 20_000  # characters, some 10 ms of tokenising
+
 
 def plain(x: Any) -> Any:
     """Arrays and tensors as Python numbers and lists of them; anything else as it is."""
@@ -42,6 +44,14 @@ def check_unicode(text: str) -> None:
             f"the text is not valid Unicode: index {error.start} is the lone surrogate "
             f"{text[error.start]!r}; decode it from bytes with errors='replace', or remove it"
         ) from None
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text as it stands, without special tokens around it. Of a long text they are
+    asked as a batch of one: the tokenizer then lets other threads run, and counts no offsets."""
+    if len(text) < LONG:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def encode_prompt(engine, prompt: Any) -> list[int]:

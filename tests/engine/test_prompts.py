@@ -1,6 +1,7 @@
 """Prompts of every kind: what is an id, and what a bad one costs."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -293,3 +294,67 @@ def test_a_list_keeps_its_order_and_the_bar_counts_every_token(eng, monkeypatch)
         seen.clear()
         stops.generate([IDS], max_tokens=20, progress=True)
     assert sum(seen[1:-1]) == 20
+
+
+def test_a_text_is_tokenised_outside_of_the_lock(monkeypatch):
+    """A long one takes seconds, and a stranger's tokens go on meanwhile."""
+    tiny = di.Engine.tiny()
+    begun, go_on = threading.Event(), threading.Event()
+    plain = type(tiny).encode
+
+    def slow(self, text, *args):
+        if text == "long":
+            begun.set()
+            assert go_on.wait(15)
+        return plain(self, text, *args)
+
+    monkeypatch.setattr(type(tiny), "encode", slow)
+    with tiny.background() as bg:
+        few = dict(max_tokens=1)
+        for call, how in (
+            (tiny.add, few),
+            (tiny.generate, few),
+            (bg.add, few),
+            (tiny.score, {}),
+            (tiny.logits, {}),
+        ):
+            begun.clear()
+            go_on.clear()
+            thread = threading.Thread(target=call, args=("long",), kwargs=how)
+            thread.start()
+            assert begun.wait(15)
+            assert len(bg.add("short", max_tokens=2, ignore_eos=True).result(15).token_ids) == 2
+            go_on.set()
+            thread.join(15)
+            assert not thread.is_alive()
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_read(monkeypatch):
+    tiny = di.Engine.tiny(max_model_len=64)
+    read: list[int] = []
+    plain = type(tiny).encode
+    monkeypatch.setattr(
+        type(tiny), "encode", lambda self, t, *args: read.append(len(t)) or plain(self, t, *args)
+    )
+    long = "def read(path):\n" * 400_000
+    for call in (tiny.add, tiny.stream, tiny.generate):
+        with pytest.raises(ValueError, match=r"more than \d+ tokens \(.* were counted\), .* 63 "):
+            call(long)
+    assert sum(read) < 30_000
+    bad, good = tiny.generate([long, "short"], **GREEDY)
+    assert "takes at most 63" in str(bad.error) and good.error is None
+
+    class Ids(list):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    with pytest.raises(ValueError, match="the prompt has 1000000 tokens, this engine takes at mo"):
+        tiny.add(Ids([5] * 1_000_000))
+    with pytest.raises(ValueError, match="the prompt has 65 tokens"):  # counted to the last
+        tiny.add([5] * 65)
+
+
+def test_text_of_any_length_has_the_ids_that_the_tokenizer_gives():
+    tiny = di.Engine.tiny()
+    for text in ("", "a\u00e9\U0001f600 b", "def read(path):\n" * 4000):
+        assert tiny.encode(text, False) == tiny.tokenizer.encode(text, add_special_tokens=False).ids

@@ -27,7 +27,15 @@ from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineInspection
 from deepinfer.engine.keywords import completes
 from deepinfer.engine.request import Request
-from deepinfer.engine.sampling_params import FORKED, SAMPLING, Sampling, SamplingParams, params_list
+from deepinfer.engine.sampling_params import (
+    FORKED,
+    SAMPLING,
+    Sampling,
+    SamplingParams,
+    deadline_of,
+    params_list,
+    require_salt,
+)
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
@@ -86,13 +94,20 @@ class Background:
     ) -> RequestHandle:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
-        return self._eng._lock.run(
-            self._add, prompt, params_list(params, sampling, 1)[0], timeout, salt
-        )
-
-    def _add(self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any) -> RequestHandle:
         self._require_open()
-        return self._own(self._eng._add(prompt, params, timeout, salt))
+        one = params_list(params, sampling, 1)[0]
+        ids, deadline = self._eng._ids(prompt), deadline_of(timeout)  # before the lock is taken
+        return self._eng._lock.run(self._add, ids, one, deadline, require_salt(salt))
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, deadline: float | None, salt: str | None
+    ) -> RequestHandle:
+        self._require_open()
+        call = threading.Lock()
+        with call:  # until its handle is among ours
+            handle = self._own(self._eng._queue(ids, params, deadline, salt, call))
+            self._eng._keep(call)
+        return handle
 
     def _require_open(self) -> None:
         if self._closed:
@@ -129,7 +144,11 @@ class Background:
         self._require_open()
         if handle._background is not self:
             raise ValueError(f"fork: {handle!r} is of another background: fork it there")
-        return self._own(self._eng._fork(handle.id, params, sampling))
+        call = threading.Lock()
+        with call:
+            child = self._own(self._eng._fork(handle.id, params, sampling, call))
+            self._eng._keep(call)
+        return child
 
     def drain(self) -> None:
         """Wait until all that was added here has finished. An interrupt leaves it running."""
@@ -263,6 +282,9 @@ class InBackground(EngineInspection):
     def _open(self) -> Loop:
         raise NotImplementedError
 
+    def _ids(self, prompt: Any) -> list[int]:
+        raise NotImplementedError
+
     @locked
     def background(self) -> Background:
         """Start a thread that steps this engine, so that a cell can add requests while others run:
@@ -310,13 +332,14 @@ class InBackground(EngineInspection):
         iterator.
         """
         one = params_list(params, sampling, 1)[0]
-        return aiter(self._lock.run(self._running, prompt, one, timeout, salt))
+        ids, deadline = self._ids(prompt), deadline_of(timeout)  # before the lock is taken
+        return aiter(self._lock.run(self._running, ids, one, deadline, require_salt(salt)))
 
     def _running(
-        self, prompt: Any, params: SamplingParams, timeout: Any, salt: Any
+        self, ids: list[int], params: SamplingParams, deadline: float | None, salt: str | None
     ) -> RequestHandle:
         live = self._background or self._start(lasting=False)
-        return live._add(prompt, params, timeout, salt)
+        return live._add(ids, params, deadline, salt)
 
     @property
     def _background(self) -> Background | None:

@@ -17,6 +17,15 @@ from deepinfer.engine.request import Request
 from deepinfer.engine.stats.stats import Stats
 
 
+class AdmissionError(Exception):
+    """What went wrong with one request while a scheduler asked how it would start. The engine ends
+    that request with `__cause__` and asks the scheduler again (`Loop._ask_scheduler`)."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(f"request {request.id} cannot be admitted")
+        self.request = request
+
+
 @dataclass(frozen=True)
 class Resources:
     """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
@@ -46,8 +55,14 @@ class Resources:
         return self.pages_of(request.optimistic_tokens + again)
 
     def match(self, request: Request) -> Admission | None:
-        """How a waiting request would start with what the prefix cache has; None without one."""
-        return None if self.prefix_cache is None else self.prefix_cache.match(request)
+        """How a waiting request would start with what the prefix cache has; None without one. Raises
+        AdmissionError where that cannot be said, which ends this request alone."""
+        if self.prefix_cache is None:
+            return None
+        try:
+            return self.prefix_cache.match(request)
+        except Exception as error:
+            raise AdmissionError(request) from error
 
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
@@ -74,7 +89,10 @@ class Resources:
         request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
         request.state_id = self.states.take(1)[0]
         if self.prefix_cache is not None and start is not None:
-            self.prefix_cache.adopt(request, start)
+            try:
+                self.prefix_cache.adopt(request, start)
+            except Exception as error:
+                raise AdmissionError(request) from error
             self.stats.found(request, request.optimistic_computed)
         request.status = "running"
         return True

@@ -59,7 +59,8 @@ def commit(rt: Runtime, step_in_flight: InFlightStep, result: StepOutput) -> Non
         seen = {} if step_in_flight.capture is None else step_in_flight.capture.snapshots()
         for i in landing:
             id = scheduled[i].request.id
-            rt.prefix_cache.register(scheduled[i].request, written[i], seen.get(id, {}))
+            leave = partial(rt.prefix_cache.register, scheduled[i].request, written[i])
+            contain_errors(scheduled[i].request, partial(leave, seen.get(id, {})))
     for i in landing:
         if scheduled[i].request.finished:
             rt.scheduler.release(scheduled[i].request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from deepinfer import rng
 from deepinfer.engine import scoring
+from deepinfer.engine.prompt_length import too_long
 from deepinfer.engine.request import PrefixState, Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling.output import SchedulerOutput
+from deepinfer.engine.scheduling.resources import AdmissionError
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap
@@ -39,7 +42,8 @@ MOST_IDLE = (
 class Loop:
     """requests: those that are not done with, by id; steps: run so far, teacher-forced passes and
     steps that failed among them; flights: those on their way, oldest first; traces: the engine's
-    list, innermost last. An error or interrupt at any line, a second one while the first is cleaned
+    list, innermost last; calls: the requests that end with the call that made them, by a lock that the
+    call holds while it runs (`drop_abandoned`). An error or interrupt at any line, a second one while the first is cleaned
     up too, leaves the loop usable: what is not done yet the next call does first (`_recover`)."""
 
     def __init__(self, rt: Runtime, tokenizer: Tokenizer | None, traces: list[Trace]) -> None:
@@ -49,6 +53,7 @@ class Loop:
         self.steps = 0
         self._count = 0
         self._idle = 0
+        self.calls: dict[threading.Lock, list[Request]] = {}
         self._gone: list[Request] = []  # dropped, and maybe not counted and released
         self._dirty = False  # a step was broken off, and not all is where it belongs yet
         if rt.prefix_cache is not None:
@@ -62,18 +67,16 @@ class Loop:
         params: SamplingParams,
         deadline: float | None = None,
         salt: str | None = None,
+        call: threading.Lock | None = None,
     ) -> Request:
-        """Queue the prompt `ids`. salt: requests with another one share no pages. Raises ValueError
-        for what this engine cannot run."""
+        """Queue the prompt `ids`. salt: requests with another one share no pages; call: the request
+        ends with this call. Raises ValueError for what this engine cannot run."""
         self._recover()
         rt, vocab = self.rt, self.rt.config.vocab_size
         params.validate_for(vocab)
         limit = rt.limits.model_len
         if len(ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, this engine takes at most {limit - 1} "
-                f"(max_model_len={limit} with room for one): shorten it or raise max_model_len"
-            )
+            raise too_long(str(len(ids)), limit)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
         seed = params.seed
         if seed is None:
@@ -91,9 +94,11 @@ class Loop:
                 f"{request.plan.rows_from[-1]}, whose log-probabilities do not exist; use "
                 "replay='exact'"
             )
-        return self._queue(request)
+        return self._queue(request, call)
 
-    def fork(self, parent: Request, params: SamplingParams) -> Request:
+    def fork(
+        self, parent: Request, params: SamplingParams, call: threading.Lock | None = None
+    ) -> Request:
         """Queue a request that goes on from all that this one has so far, in the pages of it that
         are known. Raises ValueError where nothing is left to generate, and for what the tokens so
         far do not have."""
@@ -140,9 +145,9 @@ class Loop:
             **{name: list(getattr(parent, name)) for name in SO_FAR},
         )
         child.restart()
-        return self._queue(child)
+        return self._queue(child, call)
 
-    def _queue(self, request: Request) -> Request:
+    def _queue(self, request: Request, call: threading.Lock | None) -> Request:
         rt, need = self.rt, self.rt.resources.pages_at_most(request)
         if rt.pages.ask(need) == "never":
             raise ValueError(
@@ -150,6 +155,8 @@ class Loop:
                 f"{rt.pages.size}: lower max_tokens or raise num_pages"
             )
         self._count += 1
+        if call is not None:
+            self.calls.setdefault(call, []).append(request)
         try:
             with self._transaction():
                 self.requests[request.id] = request
@@ -176,6 +183,18 @@ class Loop:
             self._dirty = True
             self._recover()
             raise
+
+    def end_call(self, call: threading.Lock) -> None:
+        """Drop the requests of a call."""
+        for request in self.calls.get(call, ()):
+            self.forget(request)
+        self.calls.pop(call, None)
+
+    def drop_abandoned(self) -> None:
+        """Drop what a call has left that no longer runs: interrupts, one in the middle of the other,
+        kept it from dropping its requests, and nobody else knows their ids."""
+        for call in [c for c in self.calls if not c.locked()]:
+            self.end_call(call)
 
     def hand_out(self) -> list[Request]:
         """Take out the requests that have finished."""
@@ -242,11 +261,29 @@ class Loop:
         rt = self.rt
         if self.in_flight and overlap.short_of_pages(rt, self.requests.values()):
             self._commit_in_flight(record, "pages are short")
-        schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
+        schedule = self._ask_scheduler()
         if overlap.needs_the_step_before(schedule, self.in_flight):
             self._commit_in_flight(record, "a mixed step")
-            schedule = require_runnable(rt.scheduler.schedule(), rt.scheduler, rt.resources)
+            schedule = self._ask_scheduler()
         return schedule
+
+    def _ask_scheduler(self) -> SchedulerOutput:
+        """The scheduler's next step. A request that cannot be admitted ends with its own error, and
+        the scheduler is asked again without it."""
+        rt = self.rt
+        while True:
+            try:
+                schedule = rt.scheduler.schedule()
+            except AdmissionError as error:
+                request, cause = error.request, error.__cause__
+                assert isinstance(cause, Exception)
+                if request.finished:  # the scheduler keeps asking for a request that has ended
+                    raise cause from None
+                self._end(request, "error", cause)
+                rt.resources.recover(self.requests.values())  # it may hold half of what it needs
+                rt.scheduler.recover(self.requests.values())
+            else:
+                return require_runnable(schedule, rt.scheduler, rt.resources)
 
     def _commit_in_flight(self, record: StepRecord, why: str) -> None:
         """Commit what is on its way; then the host goes on scheduling."""
