@@ -121,12 +121,14 @@ def said(demo: Demo, threads: int) -> str:
             f"And at temperature {TEMPERATURE}, with seed {demo.seed}:",
             *_marked(sampled.text.strip("\n").splitlines(), "  > "),
             "",
-            f"The first of them by steps: the prompt's, then those that verify {demo.drafts} drafts",
+            f"The first of them by steps: the prompt's, then those that verify {demo.drafts} "
+            "drafts",
             grid(("step", "tokens", "text"), _by_step(greedy), ("step", "tokens")),
             "",
             *([f"{rates} tokens per step after the prompt's"] if rates else []),
             f"Without drafts: {counted(max(steps), 'step')}, and {same}",
-            f"Both texts in one batch: {counted(demo.tokens, 'token')} in {seconds['drafted']:.2f} s "
+            f"Both texts in one batch: {counted(demo.tokens, 'token')} in {seconds['drafted']:.2f} "
+            "s "
             f"({demo.tokens / seconds['drafted']:.0f} tokens/s), without drafts in "
             f"{seconds['plain']:.2f} s; {counted(threads, 'thread')}",
         ]

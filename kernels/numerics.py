@@ -29,7 +29,7 @@ def constant(values: tuple, device: torch.device | str, dtype: torch.dtype) -> t
 
 @functools.lru_cache(maxsize=256)
 def _on_device(values: tuple, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):  # or nobody could train with it later
+    with torch.inference_mode(False):  # or training could not use it later
         return torch.tensor(values, dtype=dtype, device=device)
 
 

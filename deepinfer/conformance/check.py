@@ -39,7 +39,8 @@ def check(
     The object itself is never used: each law starts a copy. A law for exact objects is run only on
     one that claims exact=True. Where one line of the object's code raises in several laws it is
     told once, and the other laws count as not run. Returns a Report that is truthy iff every law
-    that was run holds. TypeError for a scheduler, which is no slot. Raises ValueError where `only` is in no law, with the laws.
+    that was run holds. TypeError for a scheduler, which is no slot. Raises ValueError where `only`
+    is in no law, with the laws.
     """
     if isinstance(obj, str):
         if slot is None:

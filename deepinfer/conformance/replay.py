@@ -261,7 +261,7 @@ def run_prompts(s: Subject, look: Callable[[Prompt, Tensor], None]) -> str | Non
     return None
 
 
-@law(LAWS, "no row reads a window that nobody has written")
+@law(LAWS, "no row reads a window that was never written")
 def written(s: Subject) -> str | None:
     def look(_: Prompt, logits: Tensor) -> None:
         expect(

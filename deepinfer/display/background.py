@@ -1,4 +1,5 @@
-"""How a Background and a RequestHandle look in a terminal and in a notebook. No clock value is shown."""
+"""How a Background and a RequestHandle look in a terminal and in a notebook. No clock value is
+shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a ModelConfig and an EngineConfig look: values by group, and what differs from the release."""
+"""How a ModelConfig and an EngineConfig look: values by group, and what differs from the
+release."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ WIDTH = 96  # characters of a line of text
 
 
 def model_config_text(c: ModelConfig) -> str:
-    """A head line, the layers, then the fields by group; `*` marks those that differ from the release."""
+    """A head line, the layers, then the fields by group; `*` marks those that differ from the
+    release."""
     differs = _differs(c)
     lines = [f"ModelConfig: {_head(c)}", f"  layers  {layers_text(c)} ({roles_text(c)})"]
     for group, names in _groups(c).items():

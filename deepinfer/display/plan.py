@@ -1,4 +1,5 @@
-"""How a ReplayPlan looks: which rows of the prompt each layer runs, and which window keys it sees."""
+"""How a ReplayPlan looks: which rows of the prompt each layer runs, and which window keys it
+sees."""
 
 from __future__ import annotations
 

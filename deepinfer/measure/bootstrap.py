@@ -58,8 +58,8 @@ def resamples(n: int) -> Tensor:
 
 
 def quantile(prompts: Sequence[Tensor], q: float) -> Estimate:
-    """The q-quantile of all rows: the lowest value with at least q of them at or below it (q = 0.5 is
-    the lower median). prompts: values [t] of each prompt."""
+    """The q-quantile of all rows: the lowest value with at least q of them at or below it (q = 0.5
+    is the lower median). prompts: values [t] of each prompt."""
     has = [v.double() for v in prompts if len(v)]
     if not has:
         return Estimate(None)

@@ -114,8 +114,8 @@ class Comparison:
     """What `compare` measured. table(): one row an engine; per_prompt, per_token: what it sums up;
     difference(x, y): paired, between two engines of the dict; speed(): how fast each was here.
 
-    dlogit: difference of logits; kl: of a's distribution from b's, KL(a||b) in nats at temperature 1;
-    agreement: share of rows with the same most likely token; first_diff: output position of the
+    dlogit: difference of logits; kl: of a's distribution from b's, KL(a||b) in nats at temperature
+    1; agreement: share of rows with the same most likely token; first_diff: output position of the
     first token that b, running freely, chose otherwise; margin: a's logit of its own token there
     less that of b's (None where b's text had ended).
     """

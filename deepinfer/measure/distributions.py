@@ -1,4 +1,5 @@
-"""How far one distribution of the next token is from another, row by row: the meters of a continuation.
+"""How far one distribution of the next token is from another, row by row: the meters of a
+continuation.
 
     error = dist_error(p, q, tokens)      # p, q: logits [t, v]; tokens: [t] that really came next
     error.kl, error.agreement, error.dlogprob, error.summary()
@@ -20,9 +21,9 @@ METERS = ("kl", "agreement", "dlogprob")
 
 @dataclass(frozen=True)
 class DistError:
-    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both distributions
-    have the same likeliest token; dlogprob: [t] |log q - log p| of the token that came next;
-    nats_p, nats_q: [t] its -log p and -log q."""
+    """Of t rows, float64 on the CPU. kl: [t] KL(p||q) in nats; agreement: [t] 1 where both
+    distributions have the same likeliest token; dlogprob: [t] |log q - log p| of the token that
+    came next; nats_p, nats_q: [t] its -log p and -log q."""
 
     kl: Tensor
     agreement: Tensor
@@ -73,7 +74,8 @@ def dist_error(p: Tensor, q: Tensor, tokens: Tensor | Sequence[int]) -> DistErro
         bad = x.isnan().any(-1) | (x == torch.inf).any(-1)
         if bad.any():
             raise ValueError(
-                f"dist_error: row {int(bad.nonzero()[0])} of {name} is no distribution: it has NaN or inf "
+                f"dist_error: row {int(bad.nonzero()[0])} of {name} is no distribution: it has NaN "
+                "or inf "
                 "(rows that a replay policy dropped are NaN)"
             )
     parts = [

@@ -1,1 +1,2 @@
-"""The layer stack: one forward over a flat batch of rows serves prefill, decode, verify and training."""
+"""The layer stack: one forward over a flat batch of rows serves prefill, decode, verify and
+training."""

@@ -86,7 +86,8 @@ class AttentionLayer(nn.Module):
         return ctx.ops.rope(self.kv_norm(self.wkv(x, ctx), ctx), cos, sin)
 
     def source_kv(self, x: Tensor, rows: Rows, name: str, ctx: ForwardContext) -> LayerKV:
-        """Project, round and store the block KV of a KV source; returns the entries side of LayerKV."""
+        """Project, round and store the block KV of a KV source; returns the entries side of
+        LayerKV."""
         keys, ops, r = rows.set, ctx.ops, self.ratio
         latent = self.compressor(x, keys, ctx)
         first = keys.positions - (r - 1)
@@ -94,7 +95,8 @@ class AttentionLayer(nn.Module):
             ("entry angles", id(keys), r), lambda: ctx.angles_at(first.clamp(min=0), True, x.dtype)
         )
         entry = ops.rope(latent, cos, sin)
-        # Picks carry no gradient; a loss on the scores must train the indexer and nothing before it.
+        # Picks carry no gradient; a loss on the scores must train the indexer and nothing before
+        # it.
         index = ops.rope(self.indexer.k_norm(self.indexer.wk(latent.detach(), ctx), ctx), cos, sin)
         spec = ctx.attention.kv_spec(ctx.config, self.layer)
         own_entry, entry = record(f"{name}.entries", entry, spec.entry_format, keys, ctx)
@@ -151,7 +153,8 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, Rows]:
         """x [t, d] normed input of the entering rows -> (y [t', d], rows that go on).
 
-        cut: rows that a replay plan drops here have their keys projected and stored first. plan None:
+        cut: rows that a replay plan drops here have their keys projected and stored first. plan
+        None:
         the slot's plan over the sequence's window (and the ring is written); given: the drafter's,
         whose keys are temporary.
         """
@@ -213,8 +216,8 @@ class AttentionLayer(nn.Module):
 def record(
     name: str, exact: Tensor, fmt: str | None, keys: RowSet, ctx: ForwardContext
 ) -> tuple[Tensor, Tensor]:
-    """(the rounded rows that this step reads, what `store` quantises): an edit replaces both, so that
-    later steps read it too."""
+    """(the rounded rows that this step reads, what `store` quantises): an edit replaces both, so
+    that later steps read it too."""
     rounded = ctx.round(exact, fmt)
     own = ctx.see(name, rounded, keys)
     return own, exact if own is rounded else own

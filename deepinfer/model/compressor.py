@@ -2,10 +2,12 @@
 
 ratio 1: latent_j = RMSNorm(Wc x_j).   ratio r: over the r tokens of group j, per channel,
     latent_j = RMSNorm( sum_t softmax_t(Wg x_t) * (Wc x_t) ),  in FP32 before the norm
-    entry_j = rope(latent_j, r j) then NVFP4;   index key_j = rope(RMSNorm(Wk latent_j), r j) then MXFP4
+    entry_j     = rope(latent_j, r j) then NVFP4
+    index key_j = rope(RMSNorm(Wk latent_j), r j) then MXFP4
 Every row is treated as if it closed its group, with a mask for those that do: no shape depends on a
-position, so decode, verify and prefill are the same code. The rows before this step come from a ring
-addressed by position, which makes any accepted length leave exactly the state of serial decoding.
+position, so decode, verify and prefill are the same code. The rows before this step come from a
+ring addressed by position, which makes any accepted length leave exactly the state of serial
+decoding.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Compressor(nn.Module):
 
     def _groups(self, token: Tensor, keys: RowSet, ctx: ForwardContext) -> Tensor:
         """[t, r, 2d] values and gates of the r tokens that end at each row; tokens of earlier steps
-        come from the ring. Before the start of a sequence they are zeros, and no group closes there."""
+        come from the ring. Before the start of a sequence they are zeros, and no group closes
+        there."""
         ring = None if ctx.cache is None else ctx.cache.groups[self.layer]
         records = ctx.records(ring, token)
         stored = ring.count if ring is not None and ctx.batch.has_history else 0

@@ -29,10 +29,10 @@ class ForwardContext:
     cache None: nothing is stored or read, keys are the step's own rows (training, one-shot).
     fidelity 0: no rounding; 1: the cache roundings that are part of the model; 2: also MXFP8 inputs
     of the stored-quantised matrices. drafter: keep the drafter's context. tap(name, tensor, rows)
-    sees, and may replace, every named value; on_window_write(layer, rows, row set) is handed the window
-    keys of every layer just before they are stored; row_check(values, row set) looks at rows where
-    they end: behind the last layer, and at what their last keys are projected from where they are
-    dropped.
+    sees, and may replace, every named value; on_window_write(layer, rows, row set) is handed the
+    window keys of every layer just before they are stored; row_check(values, row set) looks at rows
+    where they end: behind the last layer, and at what their last keys are projected from where they
+    are dropped.
     """
 
     config: ModelConfig

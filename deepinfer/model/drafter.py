@@ -9,8 +9,8 @@
 Row k predicts position a+2+k. Drafts are drawn with the key of the position they predict, the same
 key the target uses there, so that equal distributions give equal tokens.
 
-A draft step reads the context from an engine's cache, or from a `SequenceContext`: the keys of whole
-sequences as one forward made them, which a gradient can pass (training, one-shot checks).
+A draft step reads the context from an engine's cache, or from a `SequenceContext`: the keys of
+whole sequences as one forward made them, which a gradient can pass (training, one-shot checks).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class DraftLayer(Layer):
 class SequenceContext:
     """The drafter's context of whole sequences of `ring` rows each, all from position 0.
 
-    windows: draft layer -> Records of [sequences * ring, d] keys, rounded as a cache keeps them, with
-    their gradient. It stands where a draft step expects its cache: a ring that holds a whole sequence
-    has position p of sequence s at place s * ring + p, which is the row of the forward. Nothing is
-    ever written to it, so place 0 is a record like any other.
+    windows: draft layer -> Records of [sequences * ring, d] keys, rounded as a cache keeps them,
+    with their gradient. It stands where a draft step expects its cache: a ring that holds a whole
+    sequence has position p of sequence s at place s * ring + p, which is the row of the forward.
+    Nothing is ever written to it, so place 0 is a record like any other.
     """
 
     windows: dict[int, Records]
@@ -82,7 +82,8 @@ class SequenceContext:
 
 
 class Drafter:
-    """The drafter over a Model's mtp blocks (no weights of its own; embedding and head are shared)."""
+    """The drafter over a Model's mtp blocks (no weights of its own; embedding and head are
+    shared)."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -100,7 +101,8 @@ class Drafter:
         targets = self.model.config.dspark_target_layer_ids
         if len(rows.features) != len(targets):
             raise ValueError(
-                f"the drafter reads layers {list(targets)}, but {len(rows.features)} of them gave features"
+                f"the drafter reads layers {list(targets)}, but {len(rows.features)} of them gave "
+                "features"
             )
         features = ctx.see("features", torch.cat(rows.features, -1), rows.set)
         for layer, key in zip(self.model.mtp, self.context_keys(features, rows.set, ctx)):
@@ -126,7 +128,8 @@ class Drafter:
         lengths = {stop - start for _, start, stop in rows.set.segments or ()}
         if ctx.batch.has_history or not sequences or total % sequences or len(lengths) > 1:
             raise ValueError(
-                f"{total} rows of {sequences} sequences (lengths {sorted(lengths) or 'on the device'}, "
+                f"{total} rows of {sequences} sequences (lengths "
+                f"{sorted(lengths) or 'on the device'}, "
                 f"history: {ctx.batch.has_history}): a drafter's context without a cache wants "
                 "sequences of one length, each from its position 0; cut or pad them"
             )
@@ -146,9 +149,9 @@ class Drafter:
     ) -> ForwardContext:
         """The ForwardContext of one draft step over whole sequences, for `states`.
 
-        Block i continues sequence seqs[i] with tokens[i] at positions[i] (all [b] long, 1 <= position
-        <= context.ring, not checked: that would wait for the device). Any number of blocks may
-        continue one sequence. Nothing here waits for the device.
+        Block i continues sequence seqs[i] with tokens[i] at positions[i] (all [b] long, 1 <=
+        position <= context.ring, not checked: that would wait for the device). Any number of blocks
+        may continue one sequence. Nothing here waits for the device.
         """
         b, back = tokens.shape[0], self.model.config.engram_max_ngram_size - 1
         own = torch.arange(b, device=tokens.device)
@@ -176,7 +179,8 @@ class Drafter:
     # ------------------------------------------------------------------------------ draft blocks
 
     def block_rows(self, tokens: Tensor, positions: Tensor, n: int) -> Rows:
-        """Rows of the draft blocks: [b*n] rows, token g then noise, at positions, positions+1, ..."""
+        """Rows of the draft blocks: [b*n] rows, token g then noise, at positions, positions+1,
+        ..."""
         c, b, device = self.model.config, tokens.shape[0], tokens.device
         ids = torch.full((b, n), c.dspark_noise_token_id, dtype=torch.long, device=device)
         ids[:, 0] = tokens

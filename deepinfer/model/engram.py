@@ -72,8 +72,8 @@ class Engram(nn.Module):
 def compress_history(
     ids: Tensor, lookback: Tensor, dead: Tensor, token_map: Tensor, config: ModelConfig
 ) -> Tensor:
-    """[t, N] compressed ids of each row and the N-1 ids before it; from the first id that is missing
-    (-1) or an image token on, everything is the pad id."""
+    """[t, N] compressed ids of each row and the N-1 ids before it; from the first id that is
+    missing (-1) or an image token on, everything is the pad id."""
     window = torch.cat([ids[:, None], lookback], 1)
     stop = (window < 0) | (window == config.image_token_id)
     stop = stop | torch.nn.functional.pad(dead[:, None], (0, lookback.shape[1]))

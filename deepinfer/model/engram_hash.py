@@ -134,7 +134,8 @@ class HashConstants:
 
 
 def hash_constants(config: ModelConfig, layer: int) -> HashConstants:
-    """The constants of one Engram layer. Offsets put its parts, one per prime, one after another."""
+    """The constants of one Engram layer. Offsets put its parts, one per prime, one after
+    another."""
     primes = np.array(hash_primes(config)[layer], dtype=np.int64)
     size, ngram = config.engram_compressed_vocab_size, config.engram_max_ngram_size
     multipliers = np.array(hash_multipliers(layer, size, ngram), dtype=np.int64)

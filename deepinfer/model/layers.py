@@ -1,4 +1,5 @@
-"""Weight holders: a Linear or a Norm knows its official tensor name and nothing about how it is computed."""
+"""Weight holders: a Linear or a Norm knows its official tensor name and nothing about how it is
+computed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Linear(Weight):
 
 
 class Norm(Weight):
-    """RMSNorm weight [d]; the sum of squares and the product with the weight are in FP32 or FP64."""
+    """RMSNorm weight [d]; the sum of squares and the product with the weight are in FP32 or
+    FP64."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)

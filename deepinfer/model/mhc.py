@@ -6,7 +6,8 @@ Each of the two sites of a layer (attention, FFN) mixes m residual streams S [t,
     post = 2 sigmoid(z_post * scale_1 + base)                where this site's output goes
     comb = Sinkhorn(softmax(z_comb * scale_2 + base))        how streams mix (row j -> column k)
     input = sum_m pre_m S_m;   S'_k = post_k y + sum_j comb[j, k] S_j
-The shift: a site's input uses the `pre` of the site before it (first site: stream 0 alone; the head:
+The shift: a site's input uses the `pre` of the site before it (first site: stream 0 alone; the
+head:
 the last FFN's). The checkpoint's fn already holds the norm weight.
 """
 
@@ -20,7 +21,8 @@ from deepinfer.model.layers import frozen
 
 
 def declare(module: nn.Module, config: ModelConfig, site: str) -> None:
-    """Create hc_<site>_fn/base/scale on a layer, kept in FP32 (FP64 in an FP64 model) at any dtype."""
+    """Create hc_<site>_fn/base/scale on a layer, kept in FP32 (FP64 in an FP64 model) at any
+    dtype."""
     m, d = config.hc_mult, config.hidden_size
     setattr(module, f"hc_{site}_fn", frozen((2 + m) * m, m * d, dtype=torch.float32))
     setattr(module, f"hc_{site}_base", frozen((2 + m) * m, dtype=torch.float32))

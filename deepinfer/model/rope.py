@@ -1,4 +1,5 @@
-"""Rotary angles. Two kinds of layer: window-only (theta 10000, plain) and compressed (theta 160000 with YaRN).
+"""Rotary angles. Two kinds of layer: window-only (theta 10000, plain) and compressed (theta 160000
+with YaRN).
 
     f_i = theta^(-2i/R), i = 0..R/2-1;  YaRN blends f_i towards f_i/factor between the dimensions
     that turn beta_fast and beta_slow times over the original context; no amplitude scaling.

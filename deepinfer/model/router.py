@@ -1,7 +1,7 @@
 """The MoE sub-layer: router, routed experts (the experts slot), shared expert.
 
-s = sqrt(softplus(Wg x));  choose top-k of s + bias (bias_vl for image rows);  w = s / sum s * scaling
-expert(x) = W2 (silu(min(g, limit)) * clamp(u, -limit, limit) * w),  g = W1 x, u = W3 x
+s = sqrt(softplus(Wg x));  choose top-k of s + bias (bias_vl for image rows);
+w = s / sum s * scaling;  expert(x) = W2 (silu(min(g, limit)) * clamp(u, -limit, limit) * w),  g = W1 x, u = W3 x
 y = sum of the chosen experts + the shared expert
 """
 
@@ -31,7 +31,8 @@ class Gate(nn.Module):
 class StackedExperts(nn.Module):
     """All routed experts of a layer: w1, w3 [e, i, d], w2 [e, d, i] (floats or as stored).
 
-    The official layout has one tensor an expert; the loader stacks them, the writer takes them apart.
+    The official layout has one tensor an expert; the loader stacks them, the writer takes them
+    apart.
     """
 
     def __init__(self, experts: int, inner: int, width: int) -> None:

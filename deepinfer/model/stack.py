@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """logits: [q, v] in FP32 or FP64 of batch.logit_rows; rows: the last row set with its streams."""
+    """logits: [q, v] in FP32 or FP64 of batch.logit_rows; rows: the last row set with its
+    streams."""
 
     logits: Tensor
     rows: Rows
 
 
 class Layer(nn.Module):
-    """One block of the backbone or of the drafter (`layer` counts drafter blocks after the backbone)."""
+    """One block of the backbone or of the drafter (`layer` counts drafter blocks after the
+    backbone)."""
 
     def __init__(self, config: ModelConfig, layer: int, draft: bool = False) -> None:
         super().__init__()
@@ -114,8 +116,8 @@ class Model(nn.Module):
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter over the mtp blocks. Made when asked for: held, it would be a reference cycle,
-        and weights would outlive their last engine until a garbage collection."""
+        """The drafter over the mtp blocks. Made when asked for: held, it would be a reference
+        cycle, and weights would outlive their last engine until a garbage collection."""
         from deepinfer.model.drafter import Drafter
 
         return Drafter(self)

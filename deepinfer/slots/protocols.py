@@ -1,11 +1,13 @@
-"""The contract page: the six slot protocols and the records that pass between the steps of a token's walk.
+"""The contract page: the six slot protocols and the records that pass between the steps of a
+token's walk.
 
 Everything here is data or a signature. A slot variant is any object with the methods of its
-protocol (structural typing: nothing has to be inherited); `di.check(obj)` runs the slot's laws on it.
+protocol (structural typing: nothing has to be inherited); `di.check(obj)` runs the slot's laws on
+it.
 
 Axis letters: b sequences, t rows (tokens of this step), h heads, d features, e experts, k chosen,
-v vocabulary, n drafts, r ranks, p pages, m residual streams, w window, c candidate blocks, l layers.
-Every method must accept any number of rows, 0 included.
+v vocabulary, n drafts, r ranks, p pages, m residual streams, w window, c candidate blocks, l
+layers. Every method must accept any number of rows, 0 included.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SLOTS = ("attention", "experts", "verifier", "replay", "sampler", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Which rows of a step are alive somewhere in the stack: for each sequence one run of positions.
+    """Which rows of a step are alive somewhere in the stack: for each sequence one run of
+    positions.
 
     positions, seq: [t] long, seq -1 marks a padding row. first: [b] index of each sequence's first
     row; start: [b] position of that row. segments: host-known (sequence, start row, stop row)
@@ -62,7 +65,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: a flat batch of rows of several sequences (prefill, decode and verify alike).
+    """One step's work: a flat batch of rows of several sequences (prefill, decode and verify
+    alike).
 
     ids, positions, seq: [t] long; seq -1 = padding: writes nowhere, expert -1, no logits.
     rows: [b] rows of each sequence; length: [b] tokens of context before its first row.
@@ -114,8 +118,8 @@ class Rows:
     """What crosses layers. `keep` narrows all of it at once: the only way rows are dropped.
 
     streams: [t, m, d] residual streams; pre: [t, m] the previous site's mix; selected: the last
-    index source's picks; kv: the LayerKV of the KV source in force; features: drafter features so far.
-    ids, lookback, image, rank are the batch's, narrowed alongside.
+    index source's picks; kv: the LayerKV of the KV source in force; features: drafter features so
+    far. ids, lookback, image, rank are the batch's, narrowed alongside.
     """
 
     set: RowSet
@@ -302,7 +306,8 @@ class Routing:
 
 @runtime_checkable
 class Experts(Protocol):
-    """Who computes which row. `forward` returns the routed sum; the model adds the shared expert."""
+    """Who computes which row. `forward` returns the routed sum; the model adds the shared
+    expert."""
 
     version: ClassVar[int] = 1
 
@@ -318,7 +323,8 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters per row: temperature [t] (0 = greedy), top_p [t], top_k [t] long (-1 = off)."""
+    """Sampling parameters per row: temperature [t] (0 = greedy), top_p [t], top_k [t] long (-1 =
+    off)."""
 
     temperature: Float[Tensor, t]
     top_p: Float[Tensor, t]
@@ -348,8 +354,8 @@ class Dist:
     """The one distribution of a row: draw, log-probabilities and acceptance all use it.
 
     probs: [t, v] FP64 after temperature, top-k, top-p and mask (greedy: one-hot); logprobs: [t, v]
-    log-softmax of the masked logits at temperature 1 (what is reported); finite: [t] bool, False for
-    a row with NaN, +inf or no legal token: such a row ends its own request."""
+    log-softmax of the masked logits at temperature 1 (what is reported); finite: [t] bool, False
+    for a row with NaN, +inf or no legal token: such a row ends its own request."""
 
     probs: Float[Tensor, "t v"]
     logprobs: Float[Tensor, "t v"]
@@ -417,7 +423,8 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class Target:
     """The target's side of a verification. dist: flat [q, v]; sampled: the target's own draw at
-    each row; rows: [b, n+1] index into them (row 0 the anchor row, -1 not verified); keys: per flat row."""
+    each row; rows: [b, n+1] index into them (row 0 the anchor row, -1 not verified); keys: per flat
+    row."""
 
     dist: Dist
     sampled: Sampled
@@ -477,10 +484,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Which rows of a prompt run where. start: first row run; write_from: block KV below it is read,
-    never written. Per backbone layer: kv_from, window keys written from; rows_from, rows that go on
-    past the layer's key projection; floor, lowest window position visible (kept for the sequence's
-    life). `why` says in words what the policy decided."""
+    """Which rows of a prompt run where. start: first row run; write_from: block KV below it is
+    read, never written. Per backbone layer: kv_from, window keys written from; rows_from, rows that
+    go on past the layer's key projection; floor, lowest window position visible (kept for the
+    sequence's life). `why` says in words what the policy decided."""
 
     start: int
     write_from: int
@@ -501,8 +508,9 @@ class ReplayPlan:
         return plan_html(self)
 
     def rows_in(self, length: int) -> tuple[int, ...]:
-        """Rows of a prompt of `length` tokens that enter each layer, where their window key (and at a
-        KV source their block KV) is projected: length - max(start, rows_from of the layer before)."""
+        """Rows of a prompt of `length` tokens that enter each layer, where their window key (and at
+        a KV source their block KV) is projected: length - max(start, rows_from of the layer
+        before)."""
         below = (0, *self.rows_from[:-1])
         return tuple(max(length - max(self.start, r), 0) for r in below)
 
@@ -518,11 +526,13 @@ class ReplayPlan:
         return max((i + 1 for i, floor in enumerate(self.floor) if floor < self.start), default=0)
 
     def validate(self, prompt: Prompt, layers: int, sources: tuple[int, ...] = ()) -> ReplayPlan:
-        """Raise ValueError naming the first broken law; return self. sources: the KV-source layers."""
+        """Raise ValueError naming the first broken law; return self. sources: the KV-source
+        layers."""
         for name in ("kv_from", "rows_from", "floor"):
             if len(getattr(self, name)) != layers:
                 raise ValueError(
-                    f"ReplayPlan.{name} has {len(getattr(self, name))} entries, the model has {layers} "
+                    f"ReplayPlan.{name} has {len(getattr(self, name))} entries, the model has "
+                    f"{layers} "
                     "layers: give one per backbone layer"
                 )
             if any(
@@ -539,7 +549,8 @@ class ReplayPlan:
             ),
             (
                 self.start <= prompt.hit,
-                f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV between them",
+                f"start {self.start} is past the hit {prompt.hit}: nobody computed the block KV "
+                "between them",
             ),
             (
                 not (
@@ -547,8 +558,10 @@ class ReplayPlan:
                 )  # the last row always runs, also where its state KV is available
                 or self.start
                 in (min(prompt.state_at, prompt.length - 1), prompt.state_for(n, self.start)),
-                f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV of the first {n} layers "
-                f"is available at {prompt.state_for(n)}: a row would see window keys that were never written",
+                f"floor {min(self.floor, default=0)} is below start {self.start}, and the state KV "
+                f"of the first {n} layers "
+                f"is available at {prompt.state_for(n)}: a row would see window keys that were "
+                "never written",
             ),
             (self.write_from >= self.start, f"write_from {self.write_from} < start {self.start}"),
             (
@@ -565,19 +578,23 @@ class ReplayPlan:
             ),
             (
                 all(f < max(prompt.length, 1) for f in self.floor),
-                f"floor {max(self.floor, default=0)} hides the last prompt row {prompt.length - 1} from itself",
+                f"floor {max(self.floor, default=0)} hides the last prompt row {prompt.length - 1} "
+                "from itself",
             ),
             (
                 all(r < max(prompt.length, 1) for r in self.rows_from),
-                f"rows_from {max(self.rows_from, default=0)} drops the last prompt row {prompt.length - 1}",
+                f"rows_from {max(self.rows_from, default=0)} drops the last prompt row "
+                f"{prompt.length - 1}",
             ),
             (
                 all(k >= e for k, e in zip(self.kv_from[1:], self.rows_from)),
-                "kv_from is below the rows_from of the layer before: no row is there to project those keys",
+                "kv_from is below the rows_from of the layer before: no row is there to project "
+                "those keys",
             ),
             (
                 not behind,
-                f"rows are dropped before KV source {behind[:1]}, whose block KV of them would never be written",
+                f"rows are dropped before KV source {behind[:1]}, whose block KV of them would "
+                "never be written",
             ),
         ]
         for holds, words in laws:
@@ -603,9 +620,9 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Handed to `obj.start(info)`: a slot object is settings; what `start` returns is the engine's own
-    copy and holds what it learns. A verifier may have an attribute `cost`, the curve its budget is
-    asked with (None = CostCurve(), a fixed table)."""
+    """Handed to `obj.start(info)`: a slot object is settings; what `start` returns is the engine's
+    own copy and holds what it learns. A verifier may have an attribute `cost`, the curve its budget
+    is asked with (None = CostCurve(), a fixed table)."""
 
     config: ModelConfig
     device: Any

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# Entries a row up to which numpy's partition is faster than torch's top-k: measured with relu's ties
-# and hidden entries, which slow partition down (at 8,192 entries four times as long, at 512 as long).
+# Entries a row up to which numpy's partition is faster than torch's top-k: measured with relu's
+# ties and hidden entries, which slow partition down (at 8,192 entries four times as long, at 512 as
+# long).
 NARROW = 1024
 
 

@@ -215,7 +215,7 @@ def test_the_tightest_exact_plan_passes_and_one_row_less_does_not():
         VISIBLE,
         NUMBERS,
         "every plan is valid: lengths, write_from, and rows that only ever leave",
-        "no row reads a window that nobody has written",
+        "no row reads a window that was never written",
     }
 
 

@@ -1,9 +1,11 @@
-"""Expected accepted length of the drafter on a text, by the target's and the drafter's distributions.
+"""Expected accepted length of the drafter on a text, by the target's and the drafter's
+distributions.
 
-A draft of distribution q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's distribution at
-the same place. With the real text before both, the expected tokens of a step, bonus included, are 1
-+ sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both distributions are those of one
-pass: the target's logits and the context keys that its own features give the drafter.
+A draft of distribution q is accepted with probability sum min(p, q) = 1 - TV(p, q), p the target's
+distribution at the same place. With the real text before both, the expected tokens of a step, bonus
+included, are 1 + sum over k of the product over j <= k of (1 - TV_j), at temperature 1. Both
+distributions are those of one pass: the target's logits and the context keys that its own features
+give the drafter.
 """
 
 from __future__ import annotations

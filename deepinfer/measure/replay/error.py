@@ -52,12 +52,13 @@ def replay_error(
     """Errors and costs of replay policies on the tokens behind a prompt.
 
     eng: its own replay policy does not matter. prompt: the first tokens of each text, prefilled by
-    each policy; continuation: the tokens behind them, which the text itself gives and whose distributions
-    are compared. keeps: one policy or several, each a keep of Bounded(keep=...), an object or a
-    name of the replay slot; or a dict of them, by the names that you give. groups: one label a text (the module it comes
-    from, say), over which intervals are taken; default: the module of a text of di.data (a slice of
-    one has lost it), each other text its own. hit: tokens of exact
-    block KV, in whole pages, that are available without state KV, as after a prefix hit. drafter:
+    each policy; continuation: the tokens behind them, which the text itself gives and whose
+    distributions are compared. keeps: one policy or several, each a keep of Bounded(keep=...), an
+    object or a name of the replay slot; or a dict of them, by the names that you give. groups: one
+    label a text (the module it comes from, say), over which intervals are taken; default: the
+    module of a text of di.data (a slice of one has lost it), each other text its own. hit: tokens
+    of exact block KV, in whole pages, that are available without state KV, as after a prefix hit.
+    drafter:
     expected accepted lengths too, of draft blocks every `apart` tokens (models with a drafter). A
     text is one step: its rows are not chunked, whatever max_num_batched_tokens says.
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @registry("attention").register("dense")
 @dataclass(eq=False, repr=False)
 class Dense(CSA2):
-    """The window and ALL visible entries. Equal to CSA2 while no more than top-k entries are visible;
-    beyond that another function than the trained one (exact = False)."""
+    """The window and ALL visible entries. Equal to CSA2 while no more than top-k entries are
+    visible; beyond that another function than the trained one (exact = False)."""
 
     version: ClassVar[int] = 1
     exact: ClassVar[bool] = False

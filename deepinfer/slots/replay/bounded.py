@@ -203,7 +203,8 @@ class Bounded:
         window, back = config.sliding_window, config.backtracking
         if own.keep < config.ring_length:
             raise ValueError(
-                f"Bounded(keep={own.keep}): this model needs keep >= {config.ring_length}, its window "
+                f"Bounded(keep={own.keep}): this model needs keep >= {config.ring_length}, its "
+                "window "
                 f"({window}) and backtracking ({back}): a verification may step back so far, and a "
                 "whole window must be there"
             )
@@ -296,7 +297,8 @@ class Bounded:
                 hit,
                 begin,
                 (
-                    f"replayed from {begin} on an empty window: block KV is available below {hit}, state "
+                    f"replayed from {begin} on an empty window: block KV is available below {hit}, "
+                    "state "
                     f"KV up to {state} only"
                 ),
             )

@@ -3,9 +3,9 @@
 Order and edge rules are the released engine's: top-p keeps tokens, most likely first, while the
 mass before them is <= p; top-k applies to what is left; ties go to the lower id.
 
-A row's distribution never depends on its neighbours, bit for bit. Hence no floating-point sum over the
-vocabulary outside softmax, which treats each row alone: masses are added as integers, whose sums
-do not depend on the order that a device chooses.
+A row's distribution never depends on its neighbours, bit for bit. Hence no floating-point sum over
+the vocabulary outside softmax, which treats each row alone: masses are added as integers, whose
+sums do not depend on the order that a device chooses.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MASS = 2.0**52  # fixed point of a mass: a row's total stays below 2^53, where F
 def distribution(logits: Tensor, params: RowParams, mask: Tensor | None = None) -> Dist:
     """One Dist per row. logits: [t, v]; params: [t] each; mask: [t, v] bool, True = legal.
 
-    logprobs in FP32, or FP64 for FP64 logits; probs always in FP64, so that a rounding of the logits
-    moves a probability by as little as it moved them and never tips their total. A row with temperature < 1e-5 is one-hot at its most
-    likely legal token. A row with NaN, +inf or no legal token has finite False, probs 0 and
-    logprobs NaN: nothing can be drawn from it unnoticed.
+    logprobs in FP32, or FP64 for FP64 logits; probs always in FP64, so that a rounding of the
+    logits moves a probability by as little as it moved them and never tips their total. A row with
+    temperature < 1e-5 is one-hot at its most likely legal token. A row with NaN, +inf or no legal
+    token has finite False, probs 0 and logprobs NaN: nothing can be drawn from it unnoticed.
     """
     _check(logits, params, mask)
     x = logits if logits.dtype == torch.float64 else logits.float()

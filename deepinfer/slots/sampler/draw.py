@@ -1,4 +1,5 @@
-"""From a distribution to a token, with integers only: the twin of the released engine's device kernel.
+"""From a distribution to a token, with integers only: the twin of the released engine's device
+kernel.
 
     w_v   = floor(prob_v * 2^31)
     lane  = v mod BD,  BD = 2048 for v >= 8192 tokens, else the next power of two
@@ -7,8 +8,8 @@
     token = where the running sum first exceeds r, lane by lane: (v mod BD, v div BD)
 
 The device kernel divides 2^32 - 1; that differs where total is a power of two, above all where it
-is 2^31: there half of all words would be refused, and the least rounding of the distribution, which takes
-the total below 2^31, would give the row another word.
+is 2^31: there half of all words would be refused, and the least rounding of the distribution, which
+takes the total below 2^31, would give the row another word.
 
 Sums of integers do not depend on their order, so the token is the same on every device. The order
 of the running sum is lane-major, not by id; below 8192 tokens the two agree.
