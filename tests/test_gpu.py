@@ -64,7 +64,7 @@ def test_bfloat16_is_the_default_and_finite():
 
 def test_expected_numbers_hold_on_the_device(tmp_path):
     """Logits of the independent implementations, in float32 at fidelity 0 (no TF32)."""
-    import oracle
+    from support import oracle
 
     folder = oracle.write_checkpoint(tmp_path / "bf16")
     eng = Engine.from_pretrained(str(folder), device="cuda", dtype="float32", fidelity=0)

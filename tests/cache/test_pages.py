@@ -1,11 +1,11 @@
 """PageManager: pages are shared by counting holders, and none is ever lost or handed out twice."""
 
 import pytest
-from cache.accounting import check_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.cache.pages import PageManager
+from support.accounting import check_pages
 
 
 def manager(size=4, known=()) -> PageManager:

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-from cache.accounting import check_prefix
 
 from deepinfer.cache.page_keys import ImageSpan, digest, image_digest, page_key, root_key
 from deepinfer.cache.pages import PageManager
@@ -17,6 +16,7 @@ from deepinfer.cache.prefix_index import (
     PrefixMatch,
     SnapshotStore,
 )
+from support.accounting import check_prefix
 
 PAGE = 4
 

@@ -4,8 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from properties.serial import TOLERANCE, Place, block, forward, state_rows, stored
-from properties.small import (
+
+from deepinfer.cache.kv_cache import CacheSize, KVCache
+from deepinfer.cache.snapshots import Snapshot, as_stored, held
+from deepinfer.engine.step.batch import Work, build
+from deepinfer.slots.protocols import KVSpec
+from deepinfer.slots.verifier import Fixed
+from support.serial import TOLERANCE, Place, block, forward, state_rows, stored
+from support.small import (
     DRAFTS,
     LAYOUTS,
     RING,
@@ -15,12 +21,6 @@ from properties.small import (
     small_engine,
     stream,
 )
-
-from deepinfer.cache.kv_cache import CacheSize, KVCache
-from deepinfer.cache.snapshots import Snapshot, as_stored, held
-from deepinfer.engine.step.batch import Work, build
-from deepinfer.slots.protocols import KVSpec
-from deepinfer.slots.verifier import Fixed
 
 PAGE = 8
 IDS = stream(5 * WINDOW, 11)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -20,6 +19,7 @@ from deepinfer.model.engram_hash import (
     table_rows,
     token_map,
 )
+from support import oracle
 
 RELEASE = ModelConfig.v41_flash()
 GOLDEN = json.loads((Path(__file__).parent / "data" / "engram_hash.json").read_text())

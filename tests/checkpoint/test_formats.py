@@ -3,7 +3,6 @@
 import hashlib
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from deepinfer.checkpoint import names
 from deepinfer.checkpoint.formats import e8m0_to_float, quantise, round_storage
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.quantised import Quantised
+from support import oracle
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 STORAGES = ("fp8", "table", "fp4")

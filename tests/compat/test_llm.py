@@ -7,7 +7,6 @@ import inspect
 import warnings
 
 import pytest
-from engine.pool import check_empty
 
 import deepinfer as di
 from deepinfer.checkpoint.tiny import write_tiny
@@ -17,6 +16,7 @@ from deepinfer.compat.sampling_params import NO_EOS_FIRST, NoEosFirst
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.scheduling.scheduler import FCFS, DecodeOrder
 from deepinfer.slots.grammar import NoGrammar
+from support.pool import check_empty
 
 P = di.LLM.SamplingParams
 SMALL = dict(max_num_seqs=4, max_model_len=128)

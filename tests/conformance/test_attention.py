@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from slots.breaking import Breakers
 
 from deepinfer.conformance import check
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.protocols import Selected
+from support.breaking import Breakers
 
 B = Breakers("attention")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from slots.breaking import Breakers
 
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import Routing
+from support.breaking import Breakers
 
 B = Breakers("experts")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from slots.breaking import Breakers
 
 from deepinfer.conformance import check
+from support.breaking import Breakers
 
 VOCAB = [b"a", b"b", b"c", b"ab", b""]
 SPEC = ["a", "ab", "abc", "ca"]

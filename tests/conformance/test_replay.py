@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from slots.breaking import Breakers
 
 from deepinfer.conformance import check, prompt_run
 from deepinfer.conformance.small import DRAFTS, small_config
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay import Exact, Halo
+from support.breaking import Breakers
 
 B = Breakers("replay")
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from slots.breaking import Breakers
 
 from deepinfer.slots.protocols import Dist, RowKeys, RowParams, Sampled
 from deepinfer.slots.sampler import Philox
+from support.breaking import Breakers
 
 B = Breakers("sampler")
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from slots.breaking import Breakers
 
 from deepinfer.conformance import check
 from deepinfer.slots.protocols import Accepted, Dist, Draft, Sampled
 from deepinfer.slots.verifier import BaseVerifier, Fixed
+from support.breaking import Breakers
 
 B = Breakers("verifier")
 

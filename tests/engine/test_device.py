@@ -8,9 +8,9 @@ import time
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS, engine
 
 from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
+from support.overlapped import PARAMS, PROMPTS, engine
 
 torch.set_num_threads(1)
 

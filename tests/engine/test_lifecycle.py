@@ -5,8 +5,6 @@ import gc
 
 import pytest
 import torch
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer import kernels
@@ -17,6 +15,8 @@ from deepinfer.engine.engine import Engine
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 PROMPT = stream(9, 4, high=90)
 GREEDY = dict(temperature=0.0, max_tokens=6)

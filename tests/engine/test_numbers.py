@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 VOCAB = 97
 SEEDS = [1111, 2222, 3333, 4444]

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.engine.sampling_params import SamplingParams
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 GREEDY = dict(temperature=0.0, max_tokens=4)
 IDS = [5, 6, 7, 8]

@@ -4,11 +4,11 @@ import gc
 import weakref
 
 import pytest
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.engine.provenance import of_engine
 from deepinfer.engine.scheduling.scheduler import DecodeOrder
+from support.small import small_engine, stream
 
 
 @pytest.fixture(scope="module")

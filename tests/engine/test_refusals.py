@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.engine.scheduling.scheduler import FCFS, Mixed
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 PROMPT = stream(5, 30, high=90)
 

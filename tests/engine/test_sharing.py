@@ -1,6 +1,6 @@
 """What the documents say of prompts that begin alike: shared once an earlier step has computed it."""
 
-from properties.small import small_engine, stream
+from support.small import small_engine, stream
 
 HEAD = stream(60, 30, high=90)
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
-from kernel_laws import implementations
 
 from deepinfer import kernels
 from deepinfer.kernels import Layout, Records
+from support import oracle
+from support.kernel_laws import implementations
 
 DATA = Path(__file__).parent.parent / "data" / "components.xz"
 

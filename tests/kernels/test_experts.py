@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_laws import implementations
 
 from deepinfer import kernels
 from deepinfer.kernels.cases import fp4
+from support.kernel_laws import implementations
 
 
 def each(op):

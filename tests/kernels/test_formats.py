@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_laws import implementations
 
 from deepinfer import kernels
 from deepinfer.kernels import formats
+from support.kernel_laws import implementations
 
 FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 each = pytest.mark.parametrize(  # those for an accelerator: test_round_gate_gpu.py

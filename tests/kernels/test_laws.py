@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from kernel_laws import (
+
+from deepinfer import kernels
+from deepinfer.kernels import Quantised, Records
+from support.kernel_laws import (
     DTYPES,
     brute_rows,
     cases,
@@ -12,9 +15,6 @@ from kernel_laws import (
     results,
     take,
 )
-
-from deepinfer import kernels
-from deepinfer.kernels import Quantised, Records
 
 gpu = pytest.param(
     "cuda",

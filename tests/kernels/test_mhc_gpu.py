@@ -6,13 +6,13 @@ pytest tests/kernels/test_mhc_gpu.py               without one: interpreted, flo
 
 import pytest
 import torch
-from kernel_laws import cases, results, take
-from triton_rig import CUDA, INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.mhc_collapse import fused_gpu as collapse
 from deepinfer.kernels.mhc_expand import fused_gpu as expand
 from deepinfer.kernels.mhc_mix import fused_gpu as mix
+from support.kernel_laws import cases, results, take
+from support.triton_rig import CUDA, INTERPRETED, everywhere
 
 BOUND = 2e-6 if INTERPRETED else 2e-5  # a GPU's division and exp are a few units less exact
 OPS = {"mhc_collapse": collapse, "mhc_expand": expand, "mhc_mix": mix}

@@ -6,12 +6,12 @@ pytest tests/kernels/test_norm_rope_gpu.py         without one: interpreted, flo
 
 import pytest
 import torch
-from kernel_laws import cases, take
-from triton_rig import CUDA, INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.rms_norm import fused_gpu as norm
 from deepinfer.kernels.rope import fused_gpu as rotary
+from support.kernel_laws import cases, take
+from support.triton_rig import CUDA, INTERPRETED, everywhere
 
 BOUND = 1e-6 if INTERPRETED else 5e-6  # of float32; a GPU's square root is a unit less exact
 HALF_BOUNDS = {torch.float32: BOUND, torch.float16: 1e-3, torch.bfloat16: 5e-3}

@@ -6,8 +6,6 @@ pytest tests/kernels/test_round_gate_gpu.py            without one: interpreted,
 
 import pytest
 import torch
-from kernel_laws import cases, take
-from triton_rig import INTERPRETED, everywhere
 
 from deepinfer import kernels
 from deepinfer.kernels.cache_round import fused_gpu as rounding
@@ -15,6 +13,8 @@ from deepinfer.kernels.cache_round.reference import cache_round
 from deepinfer.kernels.engram_gate import fused_gpu as gating
 from deepinfer.kernels.engram_gate.reference import engram_gate
 from deepinfer.kernels.formats import FORMATS
+from support.kernel_laws import cases, take
+from support.triton_rig import INTERPRETED, everywhere
 
 BOUND = 2e-6 if INTERPRETED else 2e-5  # a GPU's division and exp are a few units less exact
 

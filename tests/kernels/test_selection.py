@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_laws import implementations
 
 from deepinfer import kernels
+from support.kernel_laws import implementations
 
 ops = kernels.bind()
 

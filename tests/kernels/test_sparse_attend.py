@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kernel_laws import implementations
 
 from deepinfer import kernels
 from deepinfer.kernels import Layout, Records
+from support.kernel_laws import implementations
 
 found = implementations(lambda i: i.op == "sparse_attend")
 each = pytest.mark.parametrize(

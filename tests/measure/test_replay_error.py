@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from properties.small import DRAFTS, WINDOW, small_engine, stream
 from properties.test_replay_plans import KEEP, Last, Twice
 
 import deepinfer as di
@@ -16,6 +15,7 @@ from deepinfer.measure.replay.error import measuring_engine, plan_of
 from deepinfer.measure.replay.passes import Passage, behind_hit, first_layer, prefix_pages
 from deepinfer.measure.replay.windows import edges
 from deepinfer.slots.replay import Bounded, Halo
+from support.small import DRAFTS, WINDOW, small_engine, stream
 
 PROMPT, MORE = 72, 10
 TEXTS = [stream(PROMPT + MORE, s) for s in range(3)]
@@ -188,9 +188,8 @@ def test_distance_bins():
 @pytest.mark.parametrize("name", ["keep", "one row"])
 def test_accepted_lengths_are_those_of_the_drafts_an_engine_would_make(eng, report, name):
     """Block by block through an engine's cache: prefill by the plan, decode, the drafter's states."""
-    from properties.serial import Place
-
     from deepinfer.engine.step.batch import Work, build
+    from support.serial import Place
 
     ids, plan = TEXTS[0][:-1], plan_of(eng.with_(replay=POLICIES[name]), name, PROMPT, 0)
     rt = eng.with_(verifier="fixed", replay=POLICIES[name]).runtime

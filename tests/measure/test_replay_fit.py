@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from properties.small import DRAFTS, small_config, small_engine, stream
 
 import deepinfer as di
 from deepinfer.measure.bootstrap import Estimate, quantile
@@ -16,6 +15,7 @@ from deepinfer.measure.replay.calibration import tried
 from deepinfer.measure.replay.texts import Texts
 from deepinfer.slots.replay import Bounded
 from deepinfer.tables.table import Table
+from support.small import DRAFTS, small_config, small_engine, stream
 
 WINDOW = 8
 LEAST = WINDOW + DRAFTS + 1

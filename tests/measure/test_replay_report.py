@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from properties.small import small_engine, stream
 from properties.test_replay_plans import KEEP, Last
 
 import deepinfer as di
@@ -14,6 +13,7 @@ from deepinfer.display.replay import family
 from deepinfer.measure import bootstrap
 from deepinfer.measure.replay.divergence import first_difference
 from deepinfer.measure.replay.report import FORMAT, METERS, ReplayReport
+from support.small import small_engine, stream
 
 PROMPT, MORE = 60, 9
 MODULES = "aabcdefghi"

@@ -1,10 +1,10 @@
 """The checkpoint of the expected numbers, unpacked once a session and loaded through the reader."""
 
-import oracle
 import pytest
 
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.verifier import Fixed
+from support import oracle
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from model.rig import Sequence, context
 
 from deepinfer.checkpoint.loader import load
 from deepinfer.checkpoint.memory import MemoryCheckpoint
@@ -13,6 +12,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
+from support.model_rig import Sequence, context
 
 N, LENGTH = 5, 44  # rows of a block; of a sequence, past the window (16) and the ring (22)
 # last accepted positions: without a full window, at its edge, where the engine's ring has wrapped

@@ -2,7 +2,6 @@
 
 import math
 
-import oracle
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.kernels import Layout
 from deepinfer.model.rope import frequencies, yarn_range
 from deepinfer.slots.attention import CSA2
+from support import oracle
 
 RELEASE = ModelConfig.v41_flash()
 ENCODER = range(20)

@@ -6,7 +6,6 @@ import zlib
 
 import pytest
 import torch
-from model.rig import context
 
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.loader import load
@@ -16,6 +15,7 @@ from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.step.batch import Work
 from deepinfer.model.engram_hash import table_rows
 from deepinfer.model.stack import Model
+from support.model_rig import context
 
 # more ids than the window (16), the top-k (8) and the candidate blocks (4 of 4) hold
 IDS = torch.randint(8, 900, (26,), generator=torch.Generator().manual_seed(5)).tolist()

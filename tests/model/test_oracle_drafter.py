@@ -1,8 +1,9 @@
 """Draft blocks of the released reference: greedy, five tokens, at several places of each prompt."""
 
-import oracle
 import pytest
-from model.rig import Sequence
+
+from support import oracle
+from support.model_rig import Sequence
 
 TOLERANCE = 1e-4
 

@@ -1,8 +1,9 @@
 """Logits of the whole model against the released reference implementation, at fidelity 0."""
 
-import oracle
 import pytest
 import torch
+
+from support import oracle
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 1.3; a flipped top-k shows as > 1e-3
 THIN = 4  # of long logits, row i keeps the columns that are i modulo 4

@@ -3,14 +3,14 @@ MoE, Engram. (The pure ops are tested with the kernels.)"""
 
 import dataclasses
 
-import oracle
 import pytest
 import torch
-from model.rig import Seen, context
 
 from deepinfer.engine.step.batch import Work
 from deepinfer.model import mhc
 from deepinfer.slots.protocols import Rows
+from support import oracle
+from support.model_rig import Seen, context
 
 TOLERANCE = 1e-5  # absolute; one module, no depth to amplify a rounding
 SMALLER = {2: 2, 6: 1}  # KV source -> tokens per entry

@@ -1,8 +1,9 @@
 """What NeMo AutoModel computes inside the stack, layer by layer, read through `eng.trace`."""
 
-import oracle
 import pytest
 import torch
+
+from support import oracle
 
 TOLERANCE = 1e-4  # absolute; streams reach 17
 ROWS = torch.tensor([0, 1, 2, 7, 31, 64, 97, 127, 128])  # kept of the trace of 129 tokens

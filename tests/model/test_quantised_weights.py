@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 
-import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.kernels import Quantised
 from deepinfer.model.stack import Model
+from support import oracle
 
 STORED = {"fp8": 111, "table": 2, "fp4": 552}  # weights of each kind
 

@@ -1,12 +1,12 @@
 """Dropping prompt rows at the decoder: mask mode, compact mode, and how long a replay must be to be
 exact. Float64; the policies here are the tests' own."""
 
-import oracle
 import pytest
 import torch
 
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.protocols import ReplayPlan
+from support import oracle
 
 LENGTH = 240
 ROUNDING = 1e-12  # what two orders of the same float64 sums differ by, after ten layers

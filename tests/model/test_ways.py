@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import oracle
 import pytest
 import torch
-from model.rig import Seen, context
 
 from deepinfer.engine.step.batch import Work
+from support import oracle
+from support.model_rig import Seen, context
 
 N = 150  # past the window (128) and past what all candidate blocks hold (128)
 

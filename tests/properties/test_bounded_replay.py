@@ -9,13 +9,13 @@ import functools
 
 import pytest
 import torch
-from engine.pool import check, check_empty
-from properties.serial import TOLERANCE
-from properties.small import DRAFTS, WINDOW, poison, small_engine, stream
 
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.serial import TOLERANCE
+from support.small import DRAFTS, WINDOW, poison, small_engine, stream
 
 torch.set_num_threads(1)
 IDS = stream(150, 5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from properties import golden
+
+from support import golden
 
 torch.set_num_threads(1)
 
@@ -25,7 +26,7 @@ def compare(found, expected) -> None:
         f"{len(lines)} values are not the golden ones. The first:\n"
         + "\n".join(lines[:12])
         + "\nA move or a rename must not change any. If the change is meant, record the golden "
-        "anew as the docstring of tests/properties/golden.py says."
+        "anew as the docstring of tests/support/golden.py says."
     )
 
 

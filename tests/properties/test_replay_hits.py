@@ -11,9 +11,6 @@ import warnings
 
 import pytest
 import torch
-from engine.pool import check_empty
-from properties.serial import Place, block, forward, state_rows, stored
-from properties.small import DRAFTS, small_engine, stream
 from properties.test_bounded_replay import IDS, KEEP, TOKENS, close, tm
 
 import deepinfer as di
@@ -21,6 +18,9 @@ from deepinfer.engine.step.batch import Work
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.slots.verifier import Fixed
+from support.pool import check_empty
+from support.serial import Place, block, forward, state_rows, stored
+from support.small import DRAFTS, small_engine, stream
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow

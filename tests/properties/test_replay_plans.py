@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from properties.serial import TOLERANCE, Place, block, forward, state_rows, stored
-from properties.small import DRAFTS, WINDOW, poison, small_engine, stream
 
 from deepinfer.engine.step.batch import Work
 from deepinfer.slots.protocols import Prompt, ReplayPlan
 from deepinfer.slots.replay import Bounded
 from deepinfer.slots.verifier import Fixed
+from support.serial import TOLERANCE, Place, block, forward, state_rows, stored
+from support.small import DRAFTS, WINDOW, poison, small_engine, stream
 
 KEEP = WINDOW + DRAFTS + 1
 IDS = stream(3 * WINDOW + 8, 5)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from properties.serial import TOLERANCE, Oracle, Place, Sequence, advance, check_block, check_rows
-from properties.small import DRAFTS, LAYOUTS, RING, WINDOW, poison, small_engine, stream
 
 from deepinfer import kernels
 from deepinfer.engine.engine import Engine
 from deepinfer.slots.attention import CSA2
 from deepinfer.slots.verifier import Fixed
+from support.serial import TOLERANCE, Oracle, Place, Sequence, advance, check_block, check_rows
+from support.small import DRAFTS, LAYOUTS, RING, WINDOW, poison, small_engine, stream
 
 LONGEST = 3 * WINDOW + 14
 LONG = 330  # a chunk of 300 rows goes through a ring of 22

@@ -8,13 +8,13 @@ import random
 
 import pytest
 import torch
-from engine.pool import check, check_empty
-from properties.small import poison, small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import poison, small_engine, stream
 
 torch.set_num_threads(1)
 VOCAB = 97

@@ -5,14 +5,14 @@ import functools
 
 import pytest
 import torch
-from properties.small import DRAFTS, WINDOW, small_engine, stream
-from slots.laws import chi_square_fits
 
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.protocols import RowParams
 from deepinfer.slots.sampler.distribution import distribution
 from deepinfer.slots.verifier import Fixed
+from support.slot_laws import chi_square_fits
+from support.small import DRAFTS, WINDOW, small_engine, stream
 
 TOKENS = 20
 PROMPTS = [stream(3, 11), stream(WINDOW + 1, 12), stream(40, 13, period=5), stream(WINDOW - 2, 14)]

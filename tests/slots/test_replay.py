@@ -6,7 +6,6 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from properties.small import LAYOUTS, small_config, small_engine
 
 import deepinfer as di
 from deepinfer.config import ModelConfig
@@ -15,6 +14,7 @@ from deepinfer.conformance.small import engine_info
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.registry import start
 from deepinfer.slots.replay import Bounded, Exact, Halo
+from support.small import LAYOUTS, small_config, small_engine
 
 RELEASE = ModelConfig.v41_flash()
 SMALL = small_config()  # window 16, backtracking 6, decoder layers 2 to 4

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from slots.laws import chi_square_fits, keys, params, plain_distribution
 
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, RowKeys
 from deepinfer.slots.sampler import Greedy, Philox, draw_by_weight
+from support.slot_laws import chi_square_fits, keys, params, plain_distribution
 
 law_module = importlib.import_module("deepinfer.slots.sampler.distribution")
 S = Philox()

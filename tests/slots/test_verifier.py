@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slots.laws import chi_square_fits, keys
 
 from deepinfer import rng
 from deepinfer.slots.protocols import Dist, Draft, RowKeys, Sampled, Target
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import BaseVerifier, CostCurve, Fixed, Off
+from support.slot_laws import chi_square_fits, keys
 
 S = Philox()
 

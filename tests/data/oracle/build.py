@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from oracle import HERE, SHARD, pack
+from support.oracle import HERE, SHARD, pack
 
 STEP = 2.0**-18
 THIN = 4  # columns of long logits

@@ -12,8 +12,6 @@ import time
 
 import pytest
 import torch
-from engine.pool import check, check_empty
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.engine.background.fair_lock import FairLock
@@ -21,6 +19,8 @@ from deepinfer.engine.device import SimulatedDevice
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (5, 19, 12, 8)]
 PARAMS = [

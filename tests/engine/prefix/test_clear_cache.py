@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS
-from engine.overlapped import engine as overlapped
-from engine.pool import check, check_empty
 from engine.prefix.test_prefix import LONG, cold, crowd, engine, params, same
 from engine.scheduling.test_preemption import InterruptAt
-from properties.small import poison
 
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import PARAMS, PROMPTS
+from support.overlapped import engine as overlapped
+from support.pool import check, check_empty
+from support.small import poison
 
 torch.set_num_threads(1)
 

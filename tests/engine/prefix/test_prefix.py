@@ -9,11 +9,9 @@ import sys
 
 import pytest
 import torch
-from engine.pool import check, check_empty
 from engine.scheduling.test_preemption import InterruptAt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
 from properties.test_serving import Unlucky, interrupted
 
 from deepinfer.cache.page_keys import ImageSpan
@@ -24,6 +22,8 @@ from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import DRAFTS, LAYOUTS, WINDOW, poison, small_engine, stream
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow

@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from engine.pool import check, check_empty
 from engine.prefix.test_prefix import (
     LONG,
     PAGE,
@@ -23,12 +22,13 @@ from engine.prefix.test_prefix import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties.small import small_engine, stream
 
 from deepinfer.cache.prefix_index import SnapshotStore
 from deepinfer.engine.prefix.snapshot_policy import SnapshotPolicy
 from deepinfer.engine.request import Request
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import small_engine, stream
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow

@@ -4,14 +4,14 @@ import functools
 import random
 
 import pytest
-from engine.pool import check, check_empty
 from hypothesis import given
 from hypothesis import strategies as st
-from properties.small import small_engine, stream
 
 from deepinfer.cache.pages import Pool
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import small_engine, stream
 
 VOCAB = 97
 

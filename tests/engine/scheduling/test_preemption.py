@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
-from engine.pool import check, check_empty
 from engine.step.test_grammar_mask import Cycle
-from properties.small import poison, small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import poison, small_engine, stream
 
 PROMPTS = [stream(n, 20 + n, high=90) for n in (9, 17, 5, 12)]
 torch.set_num_threads(1)

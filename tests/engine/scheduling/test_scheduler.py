@@ -8,8 +8,6 @@ import threading
 
 import pytest
 import torch
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
@@ -29,6 +27,8 @@ from deepinfer.engine.scheduling.scheduler import (
 )
 from deepinfer.engine.stats.stats import Stats
 from deepinfer.slots.verifier import Fixed
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 torch.set_num_threads(1)
 

@@ -1,1 +1,1 @@
-from engine.overlapped import knowing  # noqa: F401  (a fixture)
+from support.overlapped import knowing  # noqa: F401  (a fixture)

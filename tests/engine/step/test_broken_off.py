@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
-from engine.pool import check_empty
 
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import FCFS
@@ -18,6 +16,8 @@ from deepinfer.engine.step import commit
 from deepinfer.engine.step.in_flight import InFlightTokens
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import PARAMS, PROMPTS, engine, same, serial
+from support.pool import check_empty
 
 torch.set_num_threads(1)
 HOW = dict(temperature=0.0, ignore_eos=True)

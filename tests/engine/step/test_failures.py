@@ -4,13 +4,13 @@ import gc
 
 import pytest
 import torch
-from engine.pool import check, check_empty
-from properties.small import small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.pool import check, check_empty
+from support.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (5, 19, 12)]
 PARAMS = [

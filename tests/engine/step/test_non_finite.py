@@ -11,9 +11,6 @@ import re
 
 import pytest
 import torch
-from engine.overlapped import Knowing
-from engine.pool import check, check_empty
-from properties.small import DRAFTS, small_engine, stream
 from properties.test_replay_plans import Twice
 
 from deepinfer.engine.sampling_params import SamplingParams
@@ -23,6 +20,9 @@ from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import RowSet
 from deepinfer.slots.replay import Bounded, Halo
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import Knowing
+from support.pool import check, check_empty
+from support.small import DRAFTS, small_engine, stream
 
 torch.set_num_threads(1)
 MARK = 95  # no other token of a prompt, nor of what these requests write

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, same, serial
-from engine.pool import check, check_empty
-from properties.small import small_engine
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit, execute, launch, overlap
 from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import PARAMS, PROMPTS, VOCAB, Half, Knowing, engine, same, serial
+from support.pool import check, check_empty
+from support.small import small_engine
 
 torch.set_num_threads(1)
 

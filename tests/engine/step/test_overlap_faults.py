@@ -9,8 +9,6 @@ import sys
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
-from engine.pool import check, check_empty
 from engine.scheduling.test_preemption import InterruptAt
 from properties import test_serving
 
@@ -18,6 +16,8 @@ from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import overlap
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import PARAMS, PROMPTS, Half, Knowing, engine, same, serial
+from support.pool import check, check_empty
 
 torch.set_num_threads(1)
 SLOW = pytest.mark.slow

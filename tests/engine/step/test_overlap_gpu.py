@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
-from engine.overlapped import Half
-from engine.pool import check, check_empty
 
 import deepinfer as di
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import launch
+from support.overlapped import Half
+from support.pool import check, check_empty
 
 pytestmark = pytest.mark.gpu
 

@@ -6,15 +6,15 @@ import time
 
 import pytest
 import torch
-from engine.overlapped import PARAMS, PROMPTS, engine, same, serial
-from engine.pool import check, check_empty
 from engine.step.test_grammar_mask import Cycle
-from properties.small import small_engine
 
 from deepinfer.engine.device import WorkerDevice
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.step import commit
 from deepinfer.slots.verifier import Fixed
+from support.overlapped import PARAMS, PROMPTS, engine, same, serial
+from support.pool import check, check_empty
+from support.small import small_engine
 
 torch.set_num_threads(1)
 

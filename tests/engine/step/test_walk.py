@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from properties.small import poison
 
 import deepinfer as di
 from deepinfer.cache.addressing import ring_writes
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.step.batch import Work, build
+from support.small import poison
 
 PROMPT = [0, *range(3, 60)]
 

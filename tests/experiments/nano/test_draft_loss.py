@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from model.rig import Sequence, context
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer.checkpoint.loader import load
@@ -18,6 +17,7 @@ from deepinfer.slots.verifier import Fixed
 from experiments.nano import draft_loss, fast
 from experiments.nano.draft_attend import DraftBlocks
 from experiments.nano.draft_loss import Anchors, Slots, compare, random_anchors
+from support.model_rig import Sequence, context
 
 N, LENGTH = 5, 48  # drafts; rows of a sequence: three windows of the tiny model
 IDS = torch.randint(8, 900, (2, LENGTH), generator=torch.Generator().manual_seed(3))

@@ -11,12 +11,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
-from properties.small import DRAFTS
 from torch import Tensor
 
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.step.batch import Work, build
 from deepinfer.slots.protocols import Batch, RowSet
+from support.small import DRAFTS
 
 TOLERANCE = dict(rtol=1e-9, atol=1e-9)
 

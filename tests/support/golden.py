@@ -6,8 +6,8 @@ float64. `tests/data/golden.json.xz` holds, for each request, the tokens, the fi
 cached tokens, where each token came from and sums of log-probabilities; for each combination the
 counters. Only public calls are used: `add`, `step`, `abort`, `fork`, `stats`.
 
-    python tests/properties/golden.py             what each combination is, without running it
-    python tests/properties/golden.py --record    run all combinations (minutes), write the file anew
+    python tests/support/golden.py             what each combination is, without running it
+    python tests/support/golden.py --record    run all combinations (minutes), write the file anew
 
 Record only when a change of results is intended, and say in the commit which results changed.
 Log-probabilities are compared to 1e-9, which any CPU meets in float64; all else is compared exactly.

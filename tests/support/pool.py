@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cache.accounting import check_pages, check_prefix
+from support.accounting import check_pages, check_prefix
 
 
 def check(eng) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).parent / "data" / "oracle"
+HERE = Path(__file__).parents[1] / "data" / "oracle"
 LENGTHS = (1, 5, 127, 128, 129, 300, 700)
 NUMBERS = ("logits", "drafts", "trace", "modules")
 SHARD = "model-00001-of-00001.safetensors"
@@ -127,5 +127,7 @@ if __name__ == "__main__":
     import sys
 
     if len(sys.argv) != 2:
-        sys.exit("usage: python tests/oracle.py FOLDER    (unpacks the checkpoint of the numbers)")
+        sys.exit(
+            "usage: python tests/support/oracle.py FOLDER    (unpacks the checkpoint of the numbers)"
+        )
     print(write_checkpoint(Path(sys.argv[1])))

@@ -6,12 +6,12 @@ import functools
 
 import pytest
 import torch
-from properties.small import poison, small_engine, stream
 
 from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.model.drafter import Drafter
 from deepinfer.slots.protocols import Draft
 from deepinfer.slots.verifier import BaseVerifier
+from support.small import poison, small_engine, stream
 
 VOCAB = 97
 PROMPTS = [stream(n, 20 + n, high=90) for n in (9, 17, 5, 12, 30, 3)]

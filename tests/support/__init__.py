@@ -1,0 +1,1 @@
+"""What several test files share: small engines, serial references, pools, laws, expected numbers."""
