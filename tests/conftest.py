@@ -1,4 +1,8 @@
-"""For every test: one thread, a seed, no deadline for properties, GPU tests only where there is a GPU."""
+"""For every test: one thread, a seed, no deadline for properties; GPU tests only if there is a GPU.
+
+The whole suite runs in as many processes as there are cores, at most four. A command that names
+files or tests runs in one process, which starts at once. `-n 3` or `-n 0` says otherwise.
+"""
 
 import os
 import sys
@@ -24,7 +28,32 @@ def seeded():
         sys.modules["torch"].manual_seed(0)
 
 
+def pytest_xdist_auto_num_workers(config):
+    """What `-n auto` in pyproject.toml means: 0 is this process alone."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if not whole or config.option.collectonly or config.option.keyword:
+        return 0
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 4)
+
+
+# Workers take whole files (`--dist=loadscope`) in this order, so one that runs for minutes begins
+# first: notebooks, then the longest test files; the short ones fill up the end.
+LONG_FIRST = (".ipynb",)
+
+
+def _long_first(items):
+    def place(item):
+        file = item.nodeid.partition("::")[0]
+        return next(
+            (i for i, name in enumerate(LONG_FIRST) if file.endswith(name)), len(LONG_FIRST)
+        )
+
+    items.sort(key=place)
+
+
 def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _long_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
