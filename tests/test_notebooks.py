@@ -113,6 +113,56 @@ def test_notebook_is_in_order(path):
     assert problems(path.read_text("utf-8")) == []
 
 
+# ----------------------------------------------------------------------- what a tutorial has
+
+HEAD = ("**Claim.**", "**You will be able to**", "**Time**: ", "**Needs**: ")
+INTERNALS = re.compile(r"deepinfer\.engine\.(step|scheduling\.output|runtime)\b|\blaunch\.work\b")
+OPENING_LINES = 25  # of code before a reader sees a result: a page opens with its claim
+
+
+def tutorial_problems(text: str) -> list[str]:
+    """What a tutorial lacks for a person who learns from it, one sentence each."""
+    cells = nbformat.reads(text, as_version=4).cells
+    found = [f"its head has no {part}" for part in HEAD if part not in cells[0].source]
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    for n, cell in enumerate(code):
+        if match := INTERNALS.search(cell.source):
+            found.append(f"code cell {n + 1} needs {match[0]}, which is not public")
+    before = 0
+    for cell in code:
+        before += len(cell.source.splitlines())
+        if cell.outputs:
+            break
+    if before > OPENING_LINES:
+        found.append(f"{before} lines of code before the first output; {OPENING_LINES} may be")
+    return found + _exercise_problems(cells)
+
+
+def _exercise_problems(cells: list[nbformat.NotebookNode]) -> list[str]:
+    """The exercise: a stub that runs and says 'not yet', then folded cells that solve it."""
+    starts = [i for i, cell in enumerate(cells) if cell.source.startswith("## Exercise")]
+    if len(starts) != 1:
+        return [f"{len(starts)} exercises; one is wanted"]
+    code = [cell for cell in cells[starts[0] :] if cell.cell_type == "code"]
+    if len(code) < 2:
+        return ["the exercise wants a stub and a solution"]
+    found = []
+    if "nbval-skip" in _marks(code[0]) or "not yet" not in " ".join(
+        text for output in code[0].outputs for text in _texts(output)
+    ):
+        found.append("the stub of the exercise is run and prints 'not yet'")
+    for cell in code[1:]:
+        jupyter = cell.metadata.get("jupyter", {})
+        if not (jupyter.get("source_hidden") and jupyter.get("outputs_hidden")):
+            found.append("behind the stub every code cell is folded, source and outputs")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("01*.ipynb")), ids=lambda path: path.name)
+def test_tutorial_has_goals_an_exercise_and_a_folded_solution(path):
+    assert tutorial_problems(path.read_text("utf-8")) == []
+
+
 def notebook(*cells, first="import deepinfer as di\ndi.notebook(seed=0)", outputs=()) -> str:
     """A notebook in order, with code cells of the given sources added."""
     code = [new_code_cell(first), new_code_cell("di.verdict(True, 'holds')"), *cells]
@@ -279,3 +329,29 @@ def test_refresh_stores_what_nbval_accepts(tmp_path):
     before = path.read_bytes()
     assert subprocess.run(command, capture_output=True).returncode != 0
     assert path.read_bytes() == before
+
+
+def tutorial(head="".join(HEAD), stub="not yet", folded=True, code="x = 1") -> str:
+    """A tutorial in order, with the parts that a test breaks."""
+    hidden = {"jupyter": {"source_hidden": True, "outputs_hidden": True}} if folded else {}
+    cells = [
+        new_markdown_cell(head),
+        new_code_cell(code, outputs=[printed("1")]),
+        new_markdown_cell("## Exercise"),
+        new_code_cell("x", outputs=[printed(stub)]),
+        new_code_cell("x = 2", metadata=hidden),
+    ]
+    return nbformat.writes(new_notebook(cells=cells))
+
+
+def test_tutorial_problems_are_found():
+    assert tutorial_problems(tutorial()) == []
+    for broken, why in [
+        (tutorial(head="# Start"), "no **Time**"),
+        (tutorial(stub="solved"), "prints 'not yet'"),
+        (tutorial(folded=False), "folded"),
+        (tutorial(code="from deepinfer.engine.step import launch"), "not public"),
+        (tutorial(code="x = 1\n" * 26), "26 lines of code"),
+        (tutorial().replace("## Exercise", "## The end"), "0 exercises"),
+    ]:
+        assert any(why in problem for problem in tutorial_problems(broken)), why
