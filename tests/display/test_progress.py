@@ -3,9 +3,9 @@
 import threading
 
 import pytest
-from properties.small import small_engine
 
 from deepinfer.display import progress
+from support.small import small_engine
 
 SOON = 15
 tqdm = pytest.importorskip("tqdm.auto").tqdm

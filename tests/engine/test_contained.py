@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
-from engine.pool import check_empty
-from properties.small import small_engine, stream
+
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (45, 47, 41)]
 RUN = dict(max_tokens=4, ignore_eos=True, temperature=0.0)

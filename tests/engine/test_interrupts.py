@@ -4,10 +4,10 @@ import random
 import sys
 
 import pytest
-from engine.pool import check_empty
-from properties.small import small_engine, stream
 
 from deepinfer.engine.engine import Engine
+from support.pool import check_empty
+from support.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (5, 12)]
 RUN = dict(max_tokens=3, ignore_eos=True, seed=1)
