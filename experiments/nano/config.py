@@ -188,7 +188,7 @@ class Backbone:
     index_weight: float = 1.0
     index_every: int = 4  # queries that the indexer's loss looks at
     index_random: int = 32  # random visible entries beside the picked ones
-    # ScheduledRequest of the rows that is library text, until a share of the steps. More of it in the last
+    # Share of the rows that is library text, until a share of the steps. More of it in the last
     # 30 % over-fitted: it was then seen twelve times.
     library_shares: tuple[tuple[float, float], ...] = ((1.0, 0.45),)
     renamed: float = 0.5  # share of the library rows whose text has other names in it

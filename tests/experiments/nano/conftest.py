@@ -4,7 +4,7 @@ import pytest
 
 import deepinfer as di
 from deepinfer.engine.engine import Engine
-from experiments.nano import texts
+from experiments.nano.report import texts
 
 TEXT = "def walk(token):\n    return [layer(token) for layer in self.layers if layer.window]\n"
 

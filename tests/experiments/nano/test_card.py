@@ -1,9 +1,11 @@
 """The model card and the plots: every number comes from a file, and what is missing is named."""
 
 import argparse
+import difflib
 import json
 import re
 import shlex
+from importlib import util
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -12,15 +14,18 @@ import numpy as np
 import pytest
 
 from deepinfer.checkpoint import names
+from deepinfer.checkpoint import nano as checkpoint
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.display.numbers import fmt
 from deepinfer.engine.weights import fingerprint
 from deepinfer.tables.table import Table
-from experiments.nano import card, checks, findings, plots, report, train
-from experiments.nano.card import model, training
-from experiments.nano.card.inputs import Results, read_run, read_runs
+from experiments import nano
 from experiments.nano.config import Backbone, Drafter
+from experiments.nano.report import card, findings, plots, sections
+from experiments.nano.report.card import model, training
+from experiments.nano.report.card.inputs import Results, read_run, read_runs
+from experiments.nano.train import checks, stages
 
 # The report's findings and their columns.
 COLUMNS = {
@@ -424,8 +429,8 @@ def test_the_commands_remake_the_recipes(files):
     text = make(files)[1]
     block = next(x for x in text.split("```") if x.startswith("\npython"))
     lines = block.replace("\\\n", " ").strip().splitlines()
-    stages = [words(line)[3:] for line in lines if ".train " in line]
-    parsed = [train._parser().parse_args(stage) for stage in stages]
+    trained = [words(line)[3:] for line in lines if ".train " in line]
+    parsed = [stages._parser().parse_args(stage) for stage in trained]
     assert [(p.stage, getattr(p, "seed", None)) for p in parsed] == [
         ("backbone", 5),
         ("drafter", 5),
@@ -735,7 +740,7 @@ def test_a_report_as_it_is_makes_a_whole_card(files, docs, tmp_path):
     plain = write_tiny(tmp_path / "plain", quantised=False)
     out, stored = tmp_path / "results.json", str(files.checkpoint.path)
     assert (
-        report.main(
+        sections.main(
             [
                 "--checkpoint",
                 stored,
@@ -761,17 +766,61 @@ def test_a_report_as_it_is_makes_a_whole_card(files, docs, tmp_path):
 
 # ------------------------------------------------------------------------------- the folder's README
 
-FOLDER = Path(plots.__file__).parent
+FOLDER = Path(nano.__file__).parent
+RESULTS = FOLDER / "results"
 
 
 def test_the_readme_names_every_file_and_no_other():
-    text = (FOLDER / "README.md").read_text()
-    part = text.split("## The files")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", part))
-    there = {p.name for p in FOLDER.glob("*.py")} - {"__init__.py"}
-    inside = {p.name for p in (FOLDER / "card").glob("*.py")}
-    assert there | {"card/"} <= named, there - named
-    assert named - {"card/"} <= there | inside, named - there
+    part = (FOLDER / "README.md").read_text().split("## The files")[1].split("\n## ")[0]
+    folder, named = "", set()
+    for line in part.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        folder = cells[1].strip("`") if len(cells) > 3 and cells[1] else folder
+        if folder.endswith("/"):
+            named |= {folder + name for name in re.findall(r"`(\w+(?:\.py|/))`", line)}
+    named -= {f"{name}/{name}/" for name in ("data", "train", "report")}
+    inner = {f"report/{p.name}" for p in (FOLDER / "report/card").glob("*.py")}
+    there = {str(p.relative_to(FOLDER)) for p in FOLDER.glob("*/*.py")} - {
+        f"{folder}/__{name}__.py"
+        for folder in ("data", "train", "report")
+        for name in ("init", "main")
+    }
+    assert there | {"report/card/"} <= named, there - named
+    assert named - {"report/card/"} <= there | inner, named - there
+
+
+def test_the_readmes_trials_are_those_of_the_logs():
+    """Each row of its tables that names a log ends with a measurement on dev of that log."""
+    dev = {
+        name: run["dev"] for name, run in json.loads((RESULTS / "trials.json").read_text()).items()
+    }
+    for path in RESULTS.glob("*.jsonl"):
+        run = read_run(path)
+        dev[path.stem] = [(x["step"], x.get("nats", x.get("accepted"))) for x in run.dev]
+    seen = set()
+    for line in (FOLDER / "README.md").read_text().split("## What was tried")[1].splitlines():
+        if named := re.match(r"\| `([\w-]+)`", line):
+            seen.add(named[1])
+            value = line.rstrip(" |").rpartition("|")[2].strip(" *")
+            assert value in {f"{y:.3f}" for _, y in dev[named[1]]}, line
+    assert set(dev) - seen == {"C", "dY"}  # the text says what became of these two
+
+
+def test_the_shipped_card_is_what_the_command_writes(tmp_path):
+    """From the stored logs and results; the corpus alone, which is not stored, is not counted."""
+    logs = [
+        RESULTS / f"{x}.jsonl"
+        for x in ["backbone", "drafter", "more", "second-backbone", "second-drafter"]
+    ]
+    more = ["--paths", str(RESULTS / "paths.json"), "--work", str(tmp_path)]
+    out = tmp_path / "card.md"
+    words = ["--results", str(RESULTS / "results.json"), "--log", *map(str, logs), *more]
+    assert card.main([*words, "--out", str(out)]) == 0
+    made = out.read_text().splitlines()
+    stored = (Path(checkpoint.__file__).parent / "README.md").read_text().splitlines()
+    changes = difflib.SequenceMatcher(None, made, stored, autojunk=False).get_opcodes()
+    apart = [made[a:b] for kind, a, b, _, _ in changes if kind != "equal"]
+    assert [len(x) for x in apart] == [1] and apart[0][0].startswith("Not counted")
 
 
 def test_the_readmes_commands_are_understood():
@@ -784,9 +833,10 @@ def test_the_readmes_commands_are_understood():
         if line.startswith("python -m experiments.nano."):
             module, *rest = words(line)[2:]
             name = module.rpartition(".")[2]
+            assert util.find_spec(module) is not None, module
             parse = {
-                "train": train._parser().parse_args,
-                "report": report.options,
+                "train": stages._parser().parse_args,
+                "report": sections.options,
                 "card": card.options,
             }
             parse |= {"data": list, "plots": list}

@@ -13,9 +13,9 @@ from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.weights import fingerprint
-from experiments.nano import agreement, backbone, drafter, ship, train, weights
 from experiments.nano.config import Backbone, Drafter, small_config
-from experiments.nano.log import read
+from experiments.nano.train import agreement, backbone, drafter, ship, stages, weights
+from experiments.nano.train.log import read
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def call(work, tmp_path, capsys, monkeypatch):
 
     for module, name in ((backbone, "train"), (drafter, "train"), (agreement, "agreement")):
         monkeypatch.setattr(module, name, began)
-    monkeypatch.setattr(train.weights, "initial", lambda *_: None)
-    monkeypatch.setattr(train.weights, "model_from", lambda *_: None)
+    monkeypatch.setattr(stages.weights, "initial", lambda *_: None)
+    monkeypatch.setattr(stages.weights, "model_from", lambda *_: None)
 
     def run(stage, *words, begin=("--device", "cpu", "--work", str(work))):
         out = ["--out", str(tmp_path / "out")] if stage in ("backbone", "drafter", "paths") else []
         try:
-            status = train.main([*begin, stage, *out, *words])
+            status = stages.main([*begin, stage, *out, *words])
         except SystemExit as stop:
             status = stop.code
         return status, capsys.readouterr().err
@@ -202,13 +202,13 @@ def test_a_log_ends_with_the_fingerprint_of_what_was_written(
     work, trained, tmp_path, monkeypatch, stage
 ):
     state = weights.initial(small_config(tiny_tokenizer()), 3)
-    monkeypatch.setattr(train, "nano_config", small_config)
+    monkeypatch.setattr(stages, "nano_config", small_config)
     for module in (backbone, drafter):
         monkeypatch.setattr(module, "train", lambda *_, **__: {})
     monkeypatch.setattr(weights, "official", lambda *_: state)
     more = ["--backbone", str(trained / "stored")] if stage == "drafter" else []
     begin = ["--device", "cpu", "--work", str(work), stage, "--out", str(tmp_path / "out")]
-    assert train.main([*begin, *more]) == 0
+    assert stages.main([*begin, *more]) == 0
     last = read(tmp_path / "out" / "log.jsonl")[-1]
     assert last["stage"] == "written"
     assert last["stored"] == fingerprint(Checkpoint.open(tmp_path / "out" / "stored"))
@@ -236,11 +236,11 @@ def test_a_broken_corpus_and_device_are_refused(call, work, tmp_path, capsys):
         whole = (copy / name).read_bytes()
         for data, why in ((whole[:99], "cannot be read"), (None, f"has no {name}")):
             (copy / name).unlink() if data is None else (copy / name).write_bytes(data)
-            assert train.main(["--work", str(copy), "backbone", "--out", str(tmp_path / "o")]) == 2
+            assert stages.main(["--work", str(copy), "backbone", "--out", str(tmp_path / "o")]) == 2
             said = capsys.readouterr().err
             assert why in said and "experiments.nano.data" in said
         (copy / name).write_bytes(whole)
-    assert train.main(["--device", "toaster", "backbone", "--out", str(tmp_path / "o")]) == 2
+    assert stages.main(["--device", "toaster", "backbone", "--out", str(tmp_path / "o")]) == 2
     assert "--device toaster: " in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert call("backbone", "--out", str(tmp_path / "file"))[0] == 2
@@ -260,7 +260,7 @@ def package(tmp_path, monkeypatch):
 
 def test_ship_puts_a_checkpoint_in_the_package(trained, package, capsys):
     source = trained / "stored"
-    assert train.main(["ship", "--checkpoint", str(source), "--to", str(package)]) == 0
+    assert stages.main(["ship", "--checkpoint", str(source), "--to", str(package)]) == 0
     names = {*nano.FILES, nano.SUMS, "README.md"}
     assert {path.name for path in package.iterdir()} == names
     for name in nano.FILES:
@@ -276,7 +276,7 @@ def test_ship_puts_a_checkpoint_in_the_package(trained, package, capsys):
 
 def test_ship_refuses_what_is_not_to_ship(trained, package, tmp_path, monkeypatch, capsys):
     def refused(source, why):
-        assert train.main(["ship", "--checkpoint", str(source), "--to", str(package)]) == 2
+        assert stages.main(["ship", "--checkpoint", str(source), "--to", str(package)]) == 2
         said = capsys.readouterr().err
         assert why in said and len(said.splitlines()) == 1
         assert [path.name for path in package.iterdir()] == ["README.md"]

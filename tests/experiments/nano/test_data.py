@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from deepinfer import data as shipped
 from deepinfer.model.engram_hash import token_map
-from experiments.nano import data, ship
-from experiments.nano.overlap import WORDS, shared_text
-from experiments.nano.prose import prose
-from experiments.nano.split import (
+from experiments.nano.data import build, ship
+from experiments.nano.data.overlap import WORDS, shared_text
+from experiments.nano.data.prose import prose
+from experiments.nano.data.split import (
     NEAR,
     NEAR_RUNS,
     UNIT_BYTES,
@@ -26,7 +26,7 @@ from experiments.nano.split import (
     split,
     standard_library,
 )
-from experiments.nano.vocabulary import SPECIAL, VOCAB, train_tokenizer
+from experiments.nano.data.vocabulary import SPECIAL, VOCAB, train_tokenizer
 
 PARTS = ("library", "tests", "dev", "heldout")
 SHIPPED = "3.11.7"  # the Python whose library the package ships parts of
@@ -221,7 +221,7 @@ def test_too_little_text_for_the_vocabulary_is_refused():
 
 def test_documents_stand_between_bos_and_eos(tokenizer):
     texts = ["x = 1\n", "", "def f(): pass\n"]
-    ids, offsets = data.encode(tokenizer, texts)
+    ids, offsets = build.encode(tokenizer, texts)
     assert ids.dtype == np.uint16 and offsets.dtype == np.int64 and offsets[-1] == ids.size
     for text, start, end in zip(texts, offsets[:-1], offsets[1:], strict=True):
         document = ids[start:end].tolist()
@@ -294,12 +294,12 @@ def test_the_readme_names_the_files_that_share_most_text(real):
 @pytest.mark.slow
 def test_the_command_makes_the_corpus(real, tmp_path):
     """What training reads: the documents of each part, in the tokens stored beside them."""
-    said = data.make(tmp_path)
+    said = build.make(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == VOCAB
     with np.load(tmp_path / "corpus.npz") as stored:
-        trained = {p: data.without_tables(tokenizer, getattr(real[1], p)) for p in PARTS[:2]}
-        renamed = data.renamed_copies(trained["library"])
+        trained = {p: build.without_tables(tokenizer, getattr(real[1], p)) for p in PARTS[:2]}
+        renamed = build.renamed_copies(trained["library"])
         texts = {**trained, "renamed": renamed, "dev": real[1].dev}
         assert set(stored) == {f"{p}_{k}" for p in texts for k in ("ids", "offsets")}
         for name, files in texts.items():
@@ -362,5 +362,5 @@ def test_tables_are_left_out_of_training():
         Source("short.py", table[:900]),
         Source("code.py", "def f(x):\n    return x\n" * 2_000),
     ]
-    kept = data.without_tables(SimpleNamespace(encode=encode), files)
+    kept = build.without_tables(SimpleNamespace(encode=encode), files)
     assert [file.path for file in kept] == ["short.py", "code.py"]

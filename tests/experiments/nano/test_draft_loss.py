@@ -14,9 +14,9 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.step.batch import Work
 from deepinfer.model.stack import Model
 from deepinfer.slots.verifier import Fixed
-from experiments.nano import draft_loss, fast
-from experiments.nano.draft_attend import DraftBlocks
-from experiments.nano.draft_loss import Anchors, Slots, compare, random_anchors
+from experiments.nano.train import draft_loss, fast
+from experiments.nano.train.draft_attend import DraftBlocks
+from experiments.nano.train.draft_loss import Anchors, Slots, compare, random_anchors
 from support.model_rig import Sequence, context
 
 N, LENGTH = 5, 48  # drafts; rows of a sequence: three windows of the tiny model

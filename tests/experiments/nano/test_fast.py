@@ -10,8 +10,8 @@ from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.slots.attention import CSA2, Dense
 from deepinfer.slots.experts import Local
 from deepinfer.slots.protocols import EngineInfo, LayerInfo
-from experiments.nano import fast, weights
 from experiments.nano.config import small_config
+from experiments.nano.train import fast, weights
 
 B, T = 3, 64
 

@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer import kernels
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from experiments.nano import backbone, drafter, weights, written
 from experiments.nano.config import Backbone, Drafter, small_config
-from experiments.nano.graphs import EAGER, Captured
-from experiments.nano.muon import Optimiser
+from experiments.nano.train import backbone, drafter, weights, written
+from experiments.nano.train.graphs import EAGER, Captured
+from experiments.nano.train.muon import Optimiser
 
 
 class OnDevice(TorchDispatchMode):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from experiments.nano.muon import Optimiser, orthogonalised, schedule, stack
+from experiments.nano.train.muon import Optimiser, orthogonalised, schedule, stack
 
 RATES, DECAYS, SINK_RATE, CLIP = (0.03, 0.01), (0.4, 0.2), 0.05, 2.0
 SHAPES = {

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.nano import data
-from experiments.nano import renamed as module
-from experiments.nano.renamed import KEPT, SHARE, pool_of, renamed, shape
-from experiments.nano.split import Source, sources, split, standard_library
+from experiments.nano.data import build
+from experiments.nano.data import renamed as module
+from experiments.nano.data.renamed import KEPT, SHARE, pool_of, renamed, shape
+from experiments.nano.data.split import Source, sources, split, standard_library
 
 needs_3_11 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the corpus is Python 3.11")
 
@@ -180,9 +180,9 @@ def library():
 @needs_3_11
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_library_files_stay_the_same_programs(library, every):
-    files = [f for f in library if f.module != data.TABLES][::every]
+    files = [f for f in library if f.module != build.TABLES][::every]
     changed = 0
-    for file, copy in zip(files, data.renamed_copies(files, 1), strict=True):
+    for file, copy in zip(files, build.renamed_copies(files, 1), strict=True):
         assert file.path == copy.path
         changed += bool(check(file.text, copy.text))
     assert changed > 0.9 * len(files)
@@ -190,7 +190,7 @@ def test_library_files_stay_the_same_programs(library, every):
 
 def test_copies_are_whole_one_after_another_and_differ():
     files = [Source(f"{i}.py", TEXT + f"\nname_{i} = 1\n") for i in range(3)]
-    copies = data.renamed_copies(files)
-    assert [copy.path for copy in copies] == ["0.py", "1.py", "2.py"] * data.COPIES
-    assert copies == data.renamed_copies(files)
+    copies = build.renamed_copies(files)
+    assert [copy.path for copy in copies] == ["0.py", "1.py", "2.py"] * build.COPIES
+    assert copies == build.renamed_copies(files)
     assert len({copy.text for copy in copies}) == len(copies)

@@ -9,8 +9,9 @@ from torch import Tensor
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from experiments.nano import evaluation, findings, quality, report, routing, texts, weights
 from experiments.nano.config import small_config
+from experiments.nano.report import evaluation, findings, quality, routing, sections, texts
+from experiments.nano.train import weights
 
 BOS = 0
 
@@ -110,7 +111,7 @@ def folders(tmp_path_factory, docs):
 def run(folders, *more):
     root, stored, plain = folders
     texts_ = [str(root / x) for x in ("heldout", "prose", "dev")]
-    return report.main(
+    return sections.main(
         [
             "--checkpoint",
             str(stored),
@@ -167,7 +168,7 @@ def test_the_command_runs_one_section(folders, capsys):
 
 def test_a_missing_checkpoint_is_one_line(folders, capsys):
     root = folders[0]
-    bad = report.main(["--checkpoint", str(root / "nowhere"), "--unquantised", str(root)])
+    bad = sections.main(["--checkpoint", str(root / "nowhere"), "--unquantised", str(root)])
     assert bad == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -188,7 +189,7 @@ def test_a_control_with_the_rounded_weights_is_refused(folders, capsys, monkeypa
     def loaded(*_):
         raise AssertionError("it began")
 
-    monkeypatch.setattr(report, "load", loaded)
+    monkeypatch.setattr(sections, "load", loaded)
     ship = str(tmp_path / "two" / "stored")
     pairs = ((ship, tmp_path / "two" / "unquantised"), (ship, ship), (str(stored), stored))
     for checkpoint, control in pairs:
@@ -207,7 +208,7 @@ def test_what_would_fail_later_is_refused_at_once(folders, capsys, monkeypatch, 
     def loaded(*_):
         raise AssertionError("it began")
 
-    monkeypatch.setattr(report, "load", loaded)
+    monkeypatch.setattr(sections, "load", loaded)
 
     def refused(why, *more):
         assert run(folders, *more) == 2

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.records import Layout, Records
-from experiments.nano import ablations, drafts
+from experiments.nano.report import ablations, drafts
 
 BOS = 0
 

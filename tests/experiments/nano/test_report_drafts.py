@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from experiments.nano import acceptance, drafts, fast
-from experiments.nano.draft_loss import Anchors, compare
+from experiments.nano.report import acceptance, drafts
+from experiments.nano.train import fast
+from experiments.nano.train.draft_loss import Anchors, compare
 
 BOS = 0
 

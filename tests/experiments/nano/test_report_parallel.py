@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.nano import acceptance, drafts, routing, texts
-from experiments.nano.parallel import each
+from experiments.nano.report import acceptance, drafts, routing, texts
+from experiments.nano.report.parallel import each
 
 BOS = 0
 

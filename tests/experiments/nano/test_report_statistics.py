@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.measure.bootstrap import RESAMPLES, resamples
-from experiments.nano import calibration, drafts, intervals, quality, routing, texts
-from experiments.nano.acceptance import expected_length
-from experiments.nano.calibration import Observed
-from experiments.nano.drafts import Step, Written
+from experiments.nano.report import calibration, drafts, intervals, quality, routing, texts
+from experiments.nano.report.acceptance import expected_length
+from experiments.nano.report.calibration import Observed
+from experiments.nano.report.drafts import Step, Written
 
 # ------------------------------------------------------------------------------------- intervals
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from deepinfer.tables.table import Table
-from experiments.nano import calibration, quality, summary
-from experiments.nano.calibration import Observed
-from experiments.nano.drafts import Runs, Step, Written
-from experiments.nano.summary import Figure
-from experiments.nano.texts import Scored
+from experiments.nano.report import calibration, quality, summary
+from experiments.nano.report.calibration import Observed
+from experiments.nano.report.drafts import Runs, Step, Written
+from experiments.nano.report.summary import Figure
+from experiments.nano.report.texts import Scored
 
 STUDY = SimpleNamespace(
     sizes=SimpleNamespace(piece=256), table=lambda rows, title="": Table(rows, title=title)

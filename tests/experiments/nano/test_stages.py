@@ -7,10 +7,10 @@ import torch
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
-from experiments.nano import backbone, drafter, fast, weights, written
-from experiments.nano.batches import Split, Stream, counts, mixed, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
-from experiments.nano.log import Log, read
+from experiments.nano.train import backbone, drafter, fast, weights, written
+from experiments.nano.train.batches import Split, Stream, counts, mixed, pieces
+from experiments.nano.train.log import Log, read
 
 
 def counting(documents: int, seed: int) -> Split:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
-from experiments.nano import backbone, draft_loss, drafter, fast, weights, written
-from experiments.nano.batches import Split, Stream, pieces
 from experiments.nano.config import Backbone, Drafter, small_config
-from experiments.nano.log import Log, read
-from experiments.nano.muon import Optimiser, schedule
+from experiments.nano.train import backbone, draft_loss, drafter, fast, weights, written
+from experiments.nano.train.batches import Split, Stream, pieces
+from experiments.nano.train.log import Log, read
+from experiments.nano.train.muon import Optimiser, schedule
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = small_config(TOKENIZER)

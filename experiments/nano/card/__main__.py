@@ -1,3 +1,0 @@
-from experiments.nano.card import main
-
-raise SystemExit(main())

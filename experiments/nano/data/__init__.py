@@ -1,0 +1,1 @@
+"""The corpus and the texts that the package ships; `python -m experiments.nano.data`."""

@@ -1,0 +1,3 @@
+from experiments.nano.data.build import main
+
+raise SystemExit(main())

@@ -1,0 +1,3 @@
+from experiments.nano.report.sections import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The stages of training; `python -m experiments.nano.train STAGE`."""

@@ -1,0 +1,3 @@
+from experiments.nano.train.stages import main
+
+raise SystemExit(main())
