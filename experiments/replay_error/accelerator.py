@@ -1,7 +1,7 @@
 """Seconds of a prefill on an accelerator: python -m experiments.replay_error.accelerator --out FOLDER
 
-Wall seconds from the start of a request to its first token, on a device that does nothing else. A part of its
-own, since most machines that run the others have none.
+Wall seconds from the start of a request to its first token, on an otherwise idle device. This is a
+command of its own because most machines that run the other parts have no accelerator.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from deepinfer.engine.provenance import of_engine
 from deepinfer.slots.replay import Bounded, Halo
 from deepinfer.tables.provenance import collect
 from deepinfer.tables.table import Table
-from experiments.replay_error.files import Part, read
-from experiments.replay_error.readme_tables import table
+from experiments.replay_error.files import Part
 
-STORED = Path(__file__).parent / "results" / "accelerator"
 LENGTHS, REPEATS = (512, 2048, 8192, 32000), 5
 DTYPES = ("float32", "bfloat16")
 POLICIES = {"compact": Bounded(), "mask": Bounded(mode="mask"), "halo": Halo()}
@@ -42,27 +40,6 @@ def measured(device: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEA
     title = f"seconds of a prefill, median of {repeats} runs"
     tables = {"seconds": Table(rows, title=title)}
     return Part("accelerator", facts, tables, time.process_time() - start)
-
-
-def block(folder: Path = STORED) -> str:
-    """The table of README.md, from the stored file."""
-    part = read(folder / "accelerator.json")
-    lines = [
-        [
-            f"{r['length']:,}",
-            r["dtype"],
-            f"`{r['policy']}`",
-            f"{1e3 * r['seconds']:.0f}",
-            f"{1e3 * r['fastest']:.0f}",
-            f"{r['speedup']:.2f}",
-            f"{r['predicted_flops']:.2f}",
-        ]
-        for r in part.tables["seconds"]
-    ]
-    head = ["prompt", "dtype", "policy", "ms", "least", "speedup", "by FLOPs"]
-    f, title = part.facts, part.tables["seconds"].title
-    said = f"{f['device']}, torch {f['torch']}, commit `{str(f['commit'])[:12]}`; {title}."
-    return f"{said}\n\n{table(head, lines)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

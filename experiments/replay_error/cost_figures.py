@@ -51,7 +51,7 @@ def drafts(parts: Parts) -> Axes:
 
 
 def divergence(parts: Parts) -> list[Axes]:
-    """ScheduledRequest of texts that still are exact's, over the output position."""
+    """Share of texts that still equal exact's, over the output position."""
     axes, found = panels(2, 12, 3.8), rows(parts, "free", "divergence")
     names = list(dict.fromkeys(str(r["policy"]) for r in found))
     names = [n for n in names if n not in FLOORS] + [n for n in FLOORS if n in names]

@@ -28,7 +28,7 @@ from experiments.replay_error.cost import where_it_goes
 from experiments.replay_error.floors import CHUNK, engines, floors
 from experiments.replay_error.passages import Passages, last, passages
 from experiments.replay_error.tables import brief, pairs, stored, texts_of
-from experiments.replay_error.turns import FairLock, turn_error
+from experiments.replay_error.turns import Turns, turn_error
 
 Say = Callable[[str], None]
 Tables = dict[str, Table]
@@ -165,7 +165,7 @@ def sides(eng: Engine, sizes: Sizes, say: Say) -> Tables:
 
 def turns(eng: Engine, sizes: Sizes, say: Say) -> Tables:
     """A conversation: each turn's pages stem from a replay."""
-    shape = FairLock.of(sizes.first_prompt, sizes.turns, sizes.turn_tokens, sizes.continuation)
+    shape = Turns.of(sizes.first_prompt, sizes.turns, sizes.turn_tokens, sizes.continuation)
     texts = passages(eng, "heldout", shape.tokens, sizes.passages)
     policies = turn_policies(eng.runtime.limits.page_size)
 

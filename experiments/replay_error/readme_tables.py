@@ -1,17 +1,25 @@
-"""The tables of README.md, made from the stored results: a number there is a number of a run."""
+"""The generated tables of README.md and TABLES.md: every number in them is a number of a run.
+
+    python -m experiments.replay_error.readme_tables
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; text outside is not touched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from deepinfer.measure.bootstrap import over_groups
-from experiments.replay_error.figures import FLOORS, deepest, layers_of, rows
-from experiments.replay_error.files import Part
+from experiments.replay_error.figures import FLOORS, Parts, Row, deepest, layers_of, rows
+from experiments.replay_error.files import read, read_all
 from experiments.replay_error.tables import pairs
 
-Parts = Mapping[str, Part]
-Row = Mapping[str, Any]
+HERE = Path(__file__).resolve().parent
+PAGES = ("README.md", "TABLES.md")
 NOISE = 1e-9  # what is below is rounding and differs between machines
 
 
@@ -73,6 +81,20 @@ def keep(parts: Parts) -> str:
     lines = [[f"`{r['policy']}`", *errors(r), share(r["rows_share"])] for r in some]
     lines += [[f"floor: {r['policy']}", *errors(r), ""] for r in rows(parts, "floors")]
     return table(["policy", *ERRORS, "rows x layers"], lines)
+
+
+def headline(parts: Parts) -> str:
+    """The few rows that a reader needs first."""
+    shown = ("short 1", "short 16", "n6 keep 76", "vLLM 76", "n6 keep 127", "n6 keep 190", "halo")
+    by = {r["policy"]: r for r in rows(parts, "keep")}
+    lines = [_short(f"`{name}`", by[name]) for name in shown if name in by]
+    lines += [_short(f"floor: {r['policy']}", r) for r in rows(parts, "floors")]
+    return table(["policy", "KL mean [95 %]", "p99", "maximum", "rows x layers"], lines)
+
+
+def _short(name: str, row: Row) -> list[str]:
+    numbers = [interval(row, "kl"), number(row["kl_p99"]), number(row["kl_max"])]
+    return [name, *numbers, share(row.get("rows_share"))]
 
 
 def depth(parts: Parts) -> str:
@@ -158,7 +180,7 @@ def differences(parts: Parts) -> str:
 
 
 def against_floors(parts: Parts) -> list[Row]:
-    """Policies and floors on the same tokens. ValueError where the two parts have others."""
+    """Policies and floors on the same tokens. ValueError if the two parts have different texts."""
     a, b = (parts[part].tables for part in ("keep", "floors"))
     if a["texts"].rows != b["texts"].rows:
         raise ValueError(
@@ -209,7 +231,7 @@ def divergence(parts: Parts) -> str:
 
 
 def whole(row: Row) -> str:
-    """A share in whole percent, with its interval; of none and of all a bootstrap has none."""
+    """A share in whole percent with its interval, which shares of 0 and 100 % do not have."""
     low = (
         ""
         if row["share_low"] == row["share_high"]
@@ -219,7 +241,7 @@ def whole(row: Row) -> str:
 
 
 def same(some: Sequence[Row]) -> Row:
-    """ScheduledRequest of texts that are exact's to the end, in %, with its interval over modules."""
+    """The share of texts that equal exact's to the end, in %, with its interval over modules."""
     each: dict[str, list[float]] = {}
     for r in some:
         sums = each.setdefault(str(r["group"]), [0.0, 0.0])
@@ -311,3 +333,60 @@ def facts(parts: Parts) -> str:
         f"whole run took {took / 60:.0f} CPU minutes. Passages of modules (of help topics in "
         f"`prose`): {', '.join(said)}."
     )
+
+
+def accelerator(folder: Path = HERE / "results" / "accelerator") -> str:
+    """Seconds on an accelerator, from the file of that command."""
+    part = read(folder / "accelerator.json")
+    lines = [
+        [
+            f"{r['length']:,}",
+            r["dtype"],
+            f"`{r['policy']}`",
+            f"{1e3 * r['seconds']:.0f}",
+            f"{1e3 * r['fastest']:.0f}",
+            f"{r['speedup']:.2f}",
+            f"{r['predicted_flops']:.2f}",
+        ]
+        for r in part.tables["seconds"]
+    ]
+    head = ["prompt", "dtype", "policy", "ms", "least", "speedup", "by FLOPs"]
+    f, title = part.facts, part.tables["seconds"].title
+    said = f"{f['device']}, torch {f['torch']}, commit `{str(f['commit'])[:12]}`; {title}."
+    return f"{said}\n\n{table(head, lines)}"
+
+
+BLOCKS: dict[str, Callable[[Parts], str]] = {
+    f.__name__: f
+    for f in (facts, headline, keep, differences, depth, law, lengths, lengths_pairs, turns)
+    + (turns_pairs, sides, prose, drafts, divergence, seconds, where)
+} | {"accelerator": lambda _: accelerator()}
+
+
+def filled(text: str, parts: Parts) -> str:
+    """A page with every table made anew. ValueError for a table whose name is unknown."""
+
+    def one(match: re.Match) -> str:
+        name = match[1]
+        if name not in BLOCKS:
+            raise ValueError(f"no table is named {name!r}; known: {', '.join(BLOCKS)}")
+        return f"<!-- begin {name} -->\n{BLOCKS[name](parts)}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", one, text, flags=re.S)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.replay_error.readme_tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.parse_args(arguments)
+    parts = read_all(HERE / "results")
+    for page in (HERE / name for name in PAGES):
+        page.write_text(filled(page.read_text("utf-8"), parts), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

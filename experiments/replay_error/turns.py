@@ -30,17 +30,17 @@ from experiments.replay_error.passages import Passages
 
 
 @dataclass(frozen=True)
-class FairLock:
+class Turns:
     """prompts: length of each turn's prompt; reply: tokens behind each."""
 
     prompts: tuple[int, ...]
     reply: int
 
     @staticmethod
-    def of(first: int, turns: int, step: int, reply: int) -> FairLock:
+    def of(first: int, turns: int, step: int, reply: int) -> Turns:
         if reply > step:
             raise ValueError(f"a reply of {reply} tokens does not fit in a turn of {step}")
-        return FairLock(tuple(first + k * step for k in range(turns)), reply)
+        return Turns(tuple(first + k * step for k in range(turns)), reply)
 
     @property
     def tokens(self) -> int:
@@ -58,7 +58,7 @@ class FairLock:
         return page_end(found, rt.limits.page_size)
 
 
-def chained(rt: Runtime, ids: list[int], turns: FairLock, policy) -> Iterator[torch.Tensor]:
+def chained(rt: Runtime, ids: list[int], turns: Turns, policy) -> Iterator[torch.Tensor]:
     """[reply, v] logits of each turn. Pages that it has filled stay for the next ones; as in the engine, one
     that is known is not replaced by a later turn's."""
     known: list[int] = []
@@ -80,7 +80,7 @@ def chained(rt: Runtime, ids: list[int], turns: FairLock, policy) -> Iterator[to
         rt.pages.give([*known, *own])
 
 
-def fresh(rt: Runtime, ids: list[int], turns: FairLock, policy) -> Iterator[torch.Tensor]:
+def fresh(rt: Runtime, ids: list[int], turns: Turns, policy) -> Iterator[torch.Tensor]:
     """[reply, v] logits of each turn, behind pages of exact block KV."""
     last = turns.hit(len(turns.prompts) - 1, rt)
     with prefix_pages(rt, ids[:last]) as held:
@@ -94,7 +94,7 @@ def plan_of(policy, prompt: Prompt, rt: Runtime) -> ReplayPlan:
     return policy.plan(prompt, c).validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
 
 
-def turn_engine(eng: Engine, turns: FairLock) -> Engine:
+def turn_engine(eng: Engine, turns: Turns) -> Engine:
     """Resources for a conversation, and for its exact pages beside it."""
     page = eng.settings.page_size or eng.config.sliding_window
     pages = -(-turns.tokens // page)
@@ -112,7 +112,7 @@ def turn_engine(eng: Engine, turns: FairLock) -> Engine:
 def turn_error(
     eng: Engine,
     texts: Passages,
-    turns: FairLock,
+    turns: Turns,
     policies: dict[str, tuple[object, bool]],
     names: Sequence[str] = (),
 ) -> ReplayReport:
@@ -159,7 +159,7 @@ def _whole(eng: Engine, ids: list[int], first: int) -> torch.Tensor:
     return Passage(eng.runtime, ids, first, set()).exact.logits
 
 
-def _cut(logits: torch.Tensor, turns: FairLock) -> list[torch.Tensor]:
+def _cut(logits: torch.Tensor, turns: Turns) -> list[torch.Tensor]:
     """The rows of each turn's reply, of logits from the last row of the first prompt on."""
     first = turns.prompts[0]
     return [logits[p - first :][: turns.reply] for p in turns.prompts]

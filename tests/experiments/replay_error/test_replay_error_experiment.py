@@ -12,7 +12,7 @@ from deepinfer.slots import attention
 from deepinfer.slots.protocols import Prompt
 from deepinfer.slots.replay import Bounded, Exact, Halo
 from deepinfer.tables.table import Table
-from experiments.replay_error import accelerator, compare, findings, run
+from experiments.replay_error import accelerator, compare, readme_tables, run
 from experiments.replay_error.baselines import NoReplay, PageGivenUp, Short
 from experiments.replay_error.config import TINY, depths, keep_policies
 from experiments.replay_error.cost import where_it_goes
@@ -21,7 +21,7 @@ from experiments.replay_error.floors import floors
 from experiments.replay_error.passages import Passages, last, passages
 from experiments.replay_error.stairs import Stairs
 from experiments.replay_error.tables import pairs
-from experiments.replay_error.turns import FairLock, chained, fresh, turn_engine, turn_error
+from experiments.replay_error.turns import Turns, chained, fresh, turn_engine, turn_error
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_pairs_are_over_the_same_texts():
 
 # -------------------------------------------------------------------------------------------- turns
 
-TURNS = FairLock.of(first=40, turns=3, step=24, reply=12)
+TURNS = Turns.of(first=40, turns=3, step=24, reply=12)
 
 
 def exact_turns(rt, ids):
@@ -332,9 +332,8 @@ def test_every_part_and_every_figure_of_it(tmp_path):
         costs.where,
     ):
         assert draw(parts), draw.__name__
-    for name, block in findings.BLOCKS.items():
-        if name != "found":  # it speaks of nano's keeps
-            assert block(parts), name
+    for name, block in readme_tables.BLOCKS.items():
+        assert block(parts), name
 
 
 def test_seconds_on_an_accelerator_are_a_command_of_their_own(tmp_path, capsys, monkeypatch):
@@ -346,7 +345,7 @@ def test_seconds_on_an_accelerator_are_a_command_of_their_own(tmp_path, capsys, 
     assert all(r["seconds"] >= r["fastest"] > 0 for r in rows)
     cut = {r["length"]: r["predicted_rows"] for r in rows if r["policy"] == "compact"}
     assert cut[24] == 1 < cut[80]
-    assert "| 80 | bfloat16 | `compact` |" in accelerator.block(tmp_path)
+    assert "| 80 | bfloat16 | `compact` |" in readme_tables.accelerator(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         accelerator.main(["--out", str(tmp_path)])
