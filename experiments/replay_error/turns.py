@@ -95,7 +95,7 @@ def plan_of(policy, prompt: Prompt, rt: Runtime) -> ReplayPlan:
 
 
 def turn_engine(eng: Engine, turns: Turns) -> Engine:
-    """Resources for a conversation, and for its exact pages beside it."""
+    """An engine with pages for a conversation, and for its exact pages beside it."""
     page = eng.settings.page_size or eng.config.sliding_window
     pages = -(-turns.tokens // page)
     return eng.with_(

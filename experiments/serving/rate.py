@@ -16,7 +16,7 @@ from experiments.serving.setup import (
     SAMPLING,
     begin,
     end,
-    locked,
+    in_turn,
     prompts,
     spread,
 )
@@ -73,13 +73,13 @@ def measure(eng: Engine, batch: int, rounds: int, steps: int, clock: str = "wall
         ids = begin(plain, each, steps)
         plain.stats.reset()
         loop = BareLoop(bare, each, steps, temperature=SAMPLING["temperature"], seeds=range(batch))
-        engine, alone = locked((plain.step, loop.step), steps, CLOCKS[clock])
+        engine, alone = in_turn((plain.step, loop.step), steps, CLOCKS[clock])
         host = {p: plain.stats.host_seconds.get(p, 0.0) / steps for p in PHASES}
         end(plain, ids)
         loop.close()
 
         ids = begin(other, each, steps)
-        (overlapped,) = locked((other.step,), steps)
+        (overlapped,) = in_turn((other.step,), steps)
         end(other, ids)
         if n:  # the first round warms up
             out.engine.append(statistics.median(engine))

@@ -40,7 +40,7 @@ def end(eng: Engine, ids: Sequence[int]) -> None:
         eng.abort(i)
 
 
-def locked(
+def in_turn(
     calls: Sequence[Callable[[], object]], count: int, clock: Clock = time.perf_counter
 ) -> list[list[float]]:
     """Seconds of each of `count` rounds of these calls, one after another; a list a call."""

@@ -183,30 +183,30 @@ def test_first_token_needs_its_hit(tiny):
         first_token.measure(tiny, 32, 8, 1)
 
 
-def test_command_prints_and_writes_every_table(tmp_path, capsys):
+TABLES = {
+    "speed": ["speed", "host phases"],
+    "gap": ["idle gap"],
+    "first-token": ["first token"],
+}
+
+
+@pytest.mark.parametrize(
+    "only", [["speed"], pytest.param([*TABLES], marks=pytest.mark.slow)], ids=["speed", "all"]
+)
+def test_command_prints_and_writes_its_tables(only, tmp_path, capsys):
     out = tmp_path / "bench.json"
-    asked = [
-        "--quick",
-        "--model",
-        "tiny",
-        "--batches",
-        "2",
-        "--dtype",
-        "float64",
-        "--out",
-        str(out),
-    ]
-    assert bench.main(asked) == 0
+    asked = ["--quick", "--model", "tiny", "--batches", "2", "--dtype", "float64"]
+    assert bench.main([*asked, "--only", *only, "--out", str(out)]) == 0
     shown, tables = capsys.readouterr().out, bench.read(out)
-    assert list(tables) == ["speed", "host phases", "idle gap", "first token", "targets"]
-    assert all(name in shown for name in tables)
-    assert tables["speed"]["batch"] == [2] and len(tables["idle gap"]) == 4
-    assert tables["idle gap"].where(engine="overlapped")["load"] == list(gap.LOADS)
+    assert list(tables) == [*(table for name in only for table in TABLES[name]), "targets"]
+    assert all(name in shown for name in tables) and tables["speed"]["batch"] == [2]
+    if "gap" in only:
+        assert len(tables["idle gap"]) == 4
+        assert tables["idle gap"].where(engine="overlapped")["load"] == list(gap.LOADS)
     facts = json.loads(out.read_text())["facts"]
-    assert {"commit", "threads", "processor", "cores", "load", "weights", "dtype", "clock"} <= set(
-        facts
-    )
-    assert facts["quick"] and tables["speed"].provenance["dtype"] == "float64"
+    known = {"commit", "threads", "processor", "cores", "load", "weights", "dtype", "clock"}
+    assert known <= set(facts) and facts["quick"]
+    assert tables["speed"].provenance["dtype"] == "float64"
     other = tmp_path / "other.json"
     other.write_text("{}")
     with pytest.raises(ValueError, match="no file of this benchmark"):
@@ -217,6 +217,6 @@ def test_calls_take_turns():
     said = []
     clock = iter(range(100))
     calls = (lambda: said.append("a"), lambda: said.append(next(clock)))  # the second takes longer
-    took = setup.locked(calls, 2, lambda: float(next(clock)))
+    took = setup.in_turn(calls, 2, lambda: float(next(clock)))
     assert [s for s in said if s == "a"] == ["a", "a"] and said[0] == "a" != said[1]
     assert took == [[1, 1], [2, 2]]
