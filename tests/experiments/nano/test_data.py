@@ -231,12 +231,6 @@ def test_documents_stand_between_bos_and_eos(tokenizer):
 # ------------------------------------------------------------------------------- what is shipped
 
 
-@pytest.fixture(scope="module")
-def real():
-    found = sources(standard_library())
-    return found, split(found)
-
-
 @needs_3_11
 def test_laws_on_this_library(real):
     found, parts = real

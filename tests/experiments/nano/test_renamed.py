@@ -11,7 +11,7 @@ import pytest
 from experiments.nano.data import build
 from experiments.nano.data import renamed as module
 from experiments.nano.data.renamed import KEPT, SHARE, pool_of, renamed, shape
-from experiments.nano.data.split import Source, sources, split, standard_library
+from experiments.nano.data.split import Source
 
 needs_3_11 = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the corpus is Python 3.11")
 
@@ -172,15 +172,10 @@ def test_the_pool_has_no_modules_and_nothing_that_knows_its_meaning():
     assert not names & {"os", "path", "json", "self", "print", "lower", "join", "__slots__", "def"}
 
 
-@pytest.fixture(scope="module")
-def library():
-    return split(sources(standard_library())).library
-
-
 @needs_3_11
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
-def test_library_files_stay_the_same_programs(library, every):
-    files = [f for f in library if f.module != build.TABLES][::every]
+@pytest.mark.parametrize("every", [36, pytest.param(1, marks=pytest.mark.slow)])
+def test_library_files_stay_the_same_programs(real, every):
+    files = [f for f in real[1].library if f.module != build.TABLES][::every]
     changed = 0
     for file, copy in zip(files, build.renamed_copies(files, 1), strict=True):
         assert file.path == copy.path
