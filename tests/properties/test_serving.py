@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step import commit
+from deepinfer.engine.step import commit, recovery
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
 from support.pool import check, check_empty
@@ -126,7 +126,7 @@ def interrupted(chance: random.Random):
             raise KeyboardInterrupt("bad luck")
         return whole(rt, request)
 
-    def undo(rt, in_flight, undone=commit.undo):
+    def undo(rt, in_flight, undone=recovery.undo):
         undoing[0] += 1
         try:
             undone(rt, in_flight)
@@ -146,7 +146,7 @@ def walk(seed: int, operations: int, patch=None, layout: str = "one layer", **ch
     if patch is not None:
         stops, undo = interrupted(random.Random(seed))
         patch.setattr(commit, "stops", stops)
-        patch.setattr(commit, "undo", undo)
+        patch.setattr(recovery, "undo", undo)
     added: dict[int, tuple[int, int]] = {}
     faults = 0
 

@@ -28,7 +28,7 @@ computed again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -235,13 +235,15 @@ class PrefixCacheManager:
 
     # ------------------------------------------------------------------------- what it leaves
 
-    def capture(self, scheduled: tuple[ScheduledRequest, ...]) -> SnapshotCapture | None:
+    def capture(
+        self, scheduled: Sequence[ScheduledRequest], requests: Sequence[Request]
+    ) -> SnapshotCapture | None:
         """What collects the window rows at the page ends inside the prefill chunks of a step."""
         wanted: dict[int, dict[int, int]] = {}
         for i, item in enumerate(scheduled):
-            if not item.decode and (ends := self.ends(item)):
+            if not item.decode and (ends := self.ends(requests[i], item)):
                 wanted[i] = ends
-        return SnapshotCapture(self.rt.cache, scheduled, wanted) if wanted else None
+        return SnapshotCapture(self.rt.cache, scheduled, requests, wanted) if wanted else None
 
     def leaves(self, request: Request) -> bool:
         """Whether what it computes now may serve others."""
@@ -258,10 +260,9 @@ class PrefixCacheManager:
             count = min(count, mine.uncut)
         return count if count >= min(self.uncut, self.rt.config.first_decoder_layer) else 0
 
-    def ends(self, item: ScheduledRequest) -> dict[int, int]:
+    def ends(self, request: Request, item: ScheduledRequest) -> dict[int, int]:
         """Page ends in a chunk that are to be kept and whose snapshot is not there yet, and of how
         many layers it is to be."""
-        request = item.request
         if not self.snapshots.budget or not self.leaves(request):
             return {}
         ends = page_ends(item.start, item.stop, self.page_size)

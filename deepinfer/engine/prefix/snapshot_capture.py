@@ -7,6 +7,7 @@ rows of the chunk come from there, rows before the chunk from the ring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from deepinfer.cache.snapshots import Snapshot, as_stored, backbone, rows_at
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
+    from deepinfer.engine.request import Request
     from deepinfer.engine.scheduling.output import ScheduledRequest
 
 
@@ -31,16 +33,14 @@ class SnapshotCapture:
     def __init__(
         self,
         cache: KVCache,
-        scheduled: tuple[ScheduledRequest, ...],
+        scheduled: Sequence[ScheduledRequest],
+        requests: Sequence[Request],
         wanted: dict[int, dict[int, int]],
     ) -> None:
         self.cache, self.scheduled, self.wanted = cache, scheduled, wanted
         # Read now: when the layers run, the requests may already have changed.
-        self.state_ids = [s.request.state_id for s in scheduled]
-        self._marks = {
-            i: (scheduled[i].request.prefix.exact, max(scheduled[i].request.plan.floor))
-            for i in wanted
-        }
+        self.state_ids = [r.state_id for r in requests]
+        self._marks = {i: (requests[i].prefix.exact, max(requests[i].plan.floor)) for i in wanted}
         self._rows: dict[tuple[int, int], list[Tensor]] = {
             (i, at): [] for i, ends in wanted.items() for at in ends
         }
@@ -74,9 +74,8 @@ class SnapshotCapture:
         """Request id -> page end -> snapshot. Call it when every layer has run."""
         out: dict[int, dict[int, Snapshot]] = {}
         for (i, at), rows in self._rows.items():
-            request = self.scheduled[i].request
             exact, floor = self._marks[i]
             snapshot = Snapshot(position=at, windows=tuple(rows), exact=exact, floor=floor)
             snapshot.check(self.cache)
-            out.setdefault(request.id, {})[at] = snapshot
+            out.setdefault(self.scheduled[i].id, {})[at] = snapshot
         return out

@@ -18,7 +18,7 @@ import copy
 import difflib
 import inspect
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
@@ -177,7 +177,7 @@ class FCFS:
 
     def prefill(self, rows: int, admit: bool = True) -> list[ScheduledRequest]:
         """Chunks of those that run, then of those that can start, up to `rows` rows."""
-        scheduled: list[ScheduledRequest] = []
+        scheduled: list[tuple[Request, ScheduledRequest]] = []
         context = 0
         begun = deque(r for r in self.running if r.prefilling)
         while rows > 0:
@@ -195,14 +195,11 @@ class FCFS:
             elif self.resources.admit(head):
                 self.running.append(head)  # an interrupt here leaves it in both, not in none
                 self.waiting.popleft()
-            chunk = ScheduledRequest(
-                head,
-                head.optimistic_computed,
-                min(head.optimistic_tokens, head.optimistic_computed + rows),
-            )
-            scheduled.append(chunk)
+            start = head.optimistic_computed
+            chunk = ScheduledRequest.of(head, start, min(head.optimistic_tokens, start + rows))
+            scheduled.append((head, chunk))
             rows -= chunk.stop - chunk.start
-        return [s for s in scheduled if s.request.status == "running"]
+        return [chunk for request, chunk in scheduled if request.status == "running"]
 
     def decode(self, rows: int) -> list[ScheduledRequest]:
         """One row each, and room for its drafts, for as many as `rows` rows allow."""
@@ -213,7 +210,7 @@ class FCFS:
                 break
             self.hold(request)
             chosen = [r for r in (*chosen, request) if r.status == "running"]
-        return [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in chosen]
+        return [ScheduledRequest.of(r) for r in chosen]
 
     def hold(self, request: Request, tokens: int | None = None) -> bool:
         """Pages for this many tokens (None: for a decode step), while others be preempted; False where
@@ -240,7 +237,7 @@ class DecodeOrder(FCFS):
         return sorted(ready, key=lambda r: (len(r.output), r.id))
 
     def decode(self, rows: int) -> list[ScheduledRequest]:
-        return sorted(super().decode(rows), key=lambda s: (-s.stop, s.request.id))
+        return sorted(super().decode(rows), key=lambda s: (-s.stop, s.id))
 
 
 class Mixed(FCFS):
@@ -315,44 +312,31 @@ def _with_context(scheduler: Any, max_context: int) -> SchedulerProtocol:
 
 
 def require_runnable(
-    schedule: SchedulerOutput, scheduler: SchedulerProtocol, resources: Resources
+    schedule: SchedulerOutput,
+    scheduler: SchedulerProtocol,
+    resources: Resources,
+    requests: Mapping[int, Request],
 ) -> SchedulerOutput:
-    """The schedule, if an engine can run it. Raises ValueError naming the scheduler and the first
-    request that cannot run: it would write where it holds no page, or twice."""
+    """The schedule, if an engine can run it. requests: all of the engine, by id. Raises ValueError
+    naming the scheduler and the first request that cannot run: it would write to a page that it does
+    not hold, or twice."""
     if not isinstance(schedule, SchedulerOutput):
         raise TypeError(
-            f"{scheduler!r}.schedule() returned {schedule!r}: want a SchedulerOutput, SchedulerOutput('idle') where "
-            "nothing can run"
+            f"{scheduler!r}.schedule() returned {schedule!r}: want a SchedulerOutput, "
+            "SchedulerOutput('idle') if nothing can run"
         )
     if schedule.kind not in KINDS:
         raise ValueError(f"{scheduler!r} scheduled a step {schedule.kind!r}: want one of {KINDS}")
     seen: set[int] = set()
+    rows = 0
     for s in schedule.scheduled:
         if not isinstance(s, ScheduledRequest):
             raise TypeError(f"{scheduler!r} scheduled {s!r}: want ScheduledRequests")
-        r, true = s.request, ScheduledRequest(s.request, s.start, s.stop)
-        written = s.stop + (resources.lookahead if s.decode else 0)
-        laws = [
-            (r.status == "running", f"is {r.status}"),
-            (r.id not in seen, "is listed twice"),
-            (
-                s.start == r.optimistic_computed < s.stop <= r.optimistic_tokens,
-                f"has rows {s.start}..{s.stop - 1}, {r.optimistic_computed} computed and {r.optimistic_tokens} tokens",
-            ),
-            (
-                (s.emits, s.decode) == (true.emits, true.decode),
-                f"has emits={s.emits}, decode={s.decode}: leave both out, they follow from the rows",
-            ),
-            (
-                resources.pages_of(written) <= len(r.pages),
-                f"holds {len(r.pages)} pages, {resources.pages_of(written)} are written to",
-            ),
-        ]
-        for holds, broken in laws:
-            if not holds:
-                raise ValueError(f"{scheduler!r} scheduled request {r.id}, which {broken}")
-        seen.add(r.id)
-    rows = sum(s.stop - s.start for s in schedule.scheduled)
+        fault = _fault(s, requests.get(s.id), seen, resources)
+        if fault is not None:
+            raise ValueError(f"{scheduler!r} scheduled request {s.id}, which {fault}")
+        seen.add(s.id)
+        rows += s.stop - s.start
     if rows > max(resources.max_rows, 1):
         raise ValueError(
             f"{scheduler!r} scheduled {rows} rows, a step has at most {resources.max_rows}"
@@ -362,3 +346,32 @@ def require_runnable(
     if schedule.kind == "decode" and not all(s.decode for s in schedule.scheduled):
         raise ValueError(f"{scheduler!r} scheduled prefill rows in a decode step: call it mixed")
     return schedule
+
+
+def _fault(
+    s: ScheduledRequest, request: Request | None, seen: set[int], resources: Resources
+) -> str | None:
+    """What keeps these rows from running, None if nothing does."""
+    if request is None:
+        return "is no request of this engine"
+    if request.status != "running":
+        return f"is {request.status}"
+    if s.id in seen:
+        return "is listed twice"
+    tokens, computed = request.optimistic_tokens, request.optimistic_computed
+    if not s.start == computed < s.stop <= tokens:
+        return (
+            f"has rows {s.start}..{s.stop - 1} scheduled, but {computed} of {tokens} tokens are "
+            f"computed: the next row is {computed}"
+        )
+    emits = s.stop == tokens
+    decode = emits and s.stop - s.start == 1 and tokens > len(request.prompt)
+    if (s.emits, s.decode) != (emits, decode):
+        return (
+            f"has emits={s.emits}, decode={s.decode}: these rows have emits={emits}, "
+            f"decode={decode}; make it with ScheduledRequest.of"
+        )
+    pages = resources.pages_of(s.stop + (resources.lookahead if decode else 0))
+    if pages > len(request.pages):
+        return f"holds {len(request.pages)} pages, {pages} are written to"
+    return None

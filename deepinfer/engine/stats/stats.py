@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from deepinfer.engine.scheduling.output import ScheduledRequest
     from deepinfer.engine.scheduling.resources import Resources
     from deepinfer.engine.stats.timeline import Timeline
+    from deepinfer.engine.step.speculation import DraftRecord
     from deepinfer.tables.table import Table
 
 HELD_STEPS = 4096  # about 4 MB of records
 HELD_REQUESTS = 1024
+HELD_DRAFTS = 4096  # what became of drafts, one record a sequence of a step
 HELD_GAPS = 65536  # times between tokens, of all requests together
 
 
@@ -83,6 +85,7 @@ class Stats:
     def _clear(self) -> None:
         self.step_records: deque[StepRecord] = deque(maxlen=self.held_steps)
         self.request_records: deque[RequestRecord] = deque(maxlen=self.held_requests)
+        self.draft_records: deque[DraftRecord] = deque(maxlen=HELD_DRAFTS)
         self.gaps: deque[float] = deque(maxlen=HELD_GAPS)
         # of steps by kind, without the time in which no request was there; of the host by phase
         self.seconds: dict[str, float] = defaultdict(float)
@@ -153,7 +156,7 @@ class Stats:
         record.kind, record.requests = kind, len(scheduled)
         shortest = 0
         for item, drafted in zip(scheduled, drafts):
-            request, seqlen_k = item.request, item.stop + len(drafted)
+            seqlen_k = item.stop + len(drafted)
             rows = seqlen_k - item.start
             if item.decode:
                 record.decode_rows += rows
@@ -164,7 +167,7 @@ class Stats:
             record.sum_seqlen_qxk += rows * seqlen_k
             record.max_seqlen_k = max(record.max_seqlen_k, seqlen_k)
             shortest = min(shortest or seqlen_k, seqlen_k)
-            live = self._live.get(request.id)
+            live = self._live.get(item.id)
             if live is not None and live.scheduled is None:
                 live.scheduled = record.began
                 self.prompt_tokens += live.prompt_tokens
@@ -237,18 +240,19 @@ class Stats:
             self.cached_tokens += tokens - live.cached_tokens
             live.cached_tokens = tokens
 
-    def emitted(
-        self, record: StepRecord, request: Request, kept: int, accepted: int, drafted: int
-    ) -> None:
-        """A request got `kept` tokens, `accepted` of them from the `drafted` drafts it verified."""
+    def verified(self, record: StepRecord, draft: DraftRecord) -> None:
+        """What became of the draft of one sequence."""
+        record.accepted += draft.accepted
+        for depth in range(draft.rows - 1):
+            self.drafted[depth] += 1
+            self.accepted[depth] += depth < draft.accepted
+            self.survival[depth] += draft.survival[depth]
+        self.draft_records.append(draft)
+
+    def emitted(self, record: StepRecord, request: Request, kept: int) -> None:
+        """A request got `kept` tokens."""
         self.tokens += kept
         record.tokens += kept
-        record.accepted += accepted
-        survival = request.draft.survival if drafted else ()
-        for depth in range(drafted):
-            self.drafted[depth] += 1
-            self.accepted[depth] += depth < accepted
-            self.survival[depth] += survival[depth]
         live = self._live.get(request.id)
         if live is None or not kept:
             return
@@ -307,12 +311,12 @@ class Stats:
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """ScheduledRequest of the prompt tokens of requests that began which the prefix cache had."""
+        """Share of the prompt tokens of requests that began which the prefix cache had."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def idle_share(self) -> float | None:
-        """ScheduledRequest of the time with work to do in which the device did nothing. None before a step."""
+        """Share of the time with work to do in which the device did nothing. None before a step."""
         seconds = sum(self.seconds.values())
         return 1 - self.device_seconds / seconds if seconds else None
 

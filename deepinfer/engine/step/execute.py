@@ -1,73 +1,74 @@
 """One engine step on the device: forward -> distribution and draw -> accepted prefix -> next drafts.
 
-launch.py prepares it on the host, commit.py writes down what came out. Nothing here touches a
-request; a grammar is asked here, and such steps run synchronously (overlap.py).
+launch.py prepares it on the host, commit.py writes down what came out. `execute` sees tensors only:
+no request, no grammar, nothing that waits for the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepinfer.engine.device import to_host
 from deepinfer.engine.runtime import Runtime
+from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step.decode_inputs import (
     DecodeInputs,
     SamplingRequests,
     SamplingRows,
     resolve,
 )
-from deepinfer.engine.step.grammar_mask import grammar_mask
-from deepinfer.engine.step.in_flight import Carried, InFlightStep, StepOutput
+from deepinfer.engine.step.in_flight import Carried, StepOutput
 from deepinfer.engine.step.non_finite import NonFiniteRows
+from deepinfer.engine.step.speculation import proposed
 from deepinfer.model.context import ForwardContext
-from deepinfer.slots.protocols import Accepted, Dist, Draft, RowKeys, RowSet, Target
+from deepinfer.slots.protocols import Accepted, Draft, RowKeys, RowSet, Target
 from deepinfer.slots.results import expect
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the host hands over. rows: a decode step's, None where `context` has the whole batch;
-    emitting: then where it emits; wanted: requests with prompt log-probabilities to give, as (number,
-    rows of the logits, tokens that they predict); broken: what looks at the rows of chunks, None
-    where there is none; draft: context of the next drafts, of the emitters `drafting`."""
+    """What the host hands over. context: of the forward, with the whole batch unless it is a decode
+    step; decode: a decode step's inputs, from which its batch and sampled rows are made;
+    sampling_rows: the sampled rows of any other step; sampling_requests: parameters of the e requests
+    that it samples for; mask: [e, w+1, v] legal tokens by draft depth, None without a grammar; prompt:
+    requests with prompt log-probabilities to give, as (number, rows of the logits, tokens that they
+    predict); non_finite: what looks at the rows of chunks, None without one; draft: context of the
+    next drafts, of the sampling requests `drafting`; top: most likely tokens to give of each row."""
 
     context: ForwardContext
-    rows: DecodeInputs | None
-    sampling_requests: SamplingRequests
+    decode: DecodeInputs | None
     sampling_rows: SamplingRows | None
-    wanted: tuple[tuple[int, tuple[int, int], Tensor], ...]
-    broken: NonFiniteRows | None
+    sampling_requests: SamplingRequests
+    mask: Tensor | None
+    prompt: tuple[tuple[int, tuple[int, int], Tensor], ...]
+    non_finite: NonFiniteRows | None
     draft: ForwardContext | None
     drafting: Tensor | None
     top: int
 
 
 def execute(
-    rt: Runtime, plan: StepInputs, step_in_flight: InFlightStep, before: InFlightStep | None
-) -> StepOutput:
-    """Forward, sample, accept, draft. Tensor operations only, but where a grammar is asked."""
-    rt.stats.device_begin(step_in_flight.record)
-    context, sampling_rows = plan.context, plan.sampling_rows
-    if plan.rows is not None:
-        batch, sampling_rows = resolve(rt, plan.rows, None if before is None else before.carried)
+    rt: Runtime, inputs: StepInputs, record: StepRecord, before: Carried | None
+) -> tuple[StepOutput, Carried]:
+    """Forward, sample, accept, draft, by tensor operations only. record: the step's, which the time
+    of the drafter is marked in; before: what the step before carried. Returns what the host reads and
+    what the next step reads."""
+    context, rows = inputs.context, inputs.sampling_rows
+    if inputs.decode is not None:
+        batch, rows = resolve(rt, inputs.decode, before)
         context = replace(context, batch=batch)
-    assert sampling_rows is not None
+    assert rows is not None
     logits = rt.model(context).logits
-    prompt = {i: prompt_logprobs(logits, span, ids) for i, span, ids in plan.wanted}
-    nobody = not plan.sampling_requests.requests
-    accepted, target, errors = (
-        (None, None, {}) if nobody else sample(rt, plan, sampling_rows, logits)
+    prompt = {i: prompt_logprobs(logits, span, ids) for i, span, ids in inputs.prompt}
+    accepted, target = (
+        sample(rt, inputs, rows, logits) if len(inputs.sampling_requests) else (None, None)
     )
-    step_in_flight.carried, confidence = carry(rt, plan, step_in_flight, sampling_rows, accepted)
-    out = outcome(
-        plan, sampling_rows, accepted, target, step_in_flight.carried, confidence, prompt, errors
-    )
-    rt.device.finish()
-    rt.stats.device_end(step_in_flight.record)
-    return out
+    carried = carry(rt, inputs, record, rows, accepted)
+    return step_output(inputs, rows, accepted, target, carried, prompt), carried
 
 
 def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,107 +80,81 @@ def prompt_logprobs(logits: Tensor, span: tuple[int, int], tokens: Tensor) -> tu
 
 
 def sample(
-    rt: Runtime, plan: StepInputs, e: SamplingRows, logits: Tensor
-) -> tuple[Accepted, Target, dict[int, Exception]]:
-    """The target's distribution and draw at every emitting row, the accepted prefix of each draft, and the
-    errors of grammars by request id."""
+    rt: Runtime, inputs: StepInputs, e: SamplingRows, logits: Tensor
+) -> tuple[Accepted, Target]:
+    """The target's distribution and draw at every sampled row, and the accepted prefix of each draft.
+    Raises TypeError or ValueError for a result of another shape, naming the slot."""
     chosen = logits if e.at is None else logits[e.at]
-    q, width = chosen.shape[0], e.drafts.shape[1]
-    params, _ = plan.sampling_requests.rows(e.owner)
-    mask, errors = None, {}
-    if any(r.grammar is not None for r in plan.sampling_requests.requests):
-        mask, errors = grammar_masks(plan.sampling_requests, e, q, rt.config.vocab_size)
-    keys = e.keys(plan.sampling_requests.seeds)
+    q, width, n = chosen.shape[0], e.drafts.shape[1], len(inputs.sampling_requests)
+    params, _ = inputs.sampling_requests.rows(e.owner)
+    mask = inputs.mask
+    if mask is not None:
+        mask = mask[e.owner, e.depth.clamp(max=mask.shape[1] - 1)]  # padding lies deeper
+    keys = e.keys(inputs.sampling_requests.seeds)
     dist = rt.sampler.distribution(chosen, params, mask)
     sampled = rt.sampler.draw(dist, keys)
-    expect(dist.probs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (probs)", True)
-    expect(
-        dist.logprobs, tuple(chosen.shape), f"sampler {rt.sampler!r}.distribution (logprobs)", True
-    )
-    expect(dist.finite, (q,), f"sampler {rt.sampler!r}.distribution (finite)")
-    expect(sampled.tokens, (q,), f"sampler {rt.sampler!r}.draw (tokens)", False)
+
+    def check(value: Any, shape: tuple[int, ...], slot: str, what: str, floating: bool | None):
+        expect(value, shape, lambda: f"{slot} {getattr(rt, slot)!r}.{what}", floating)
+
+    shape = tuple(chosen.shape)
+    check(dist.probs, shape, "sampler", "distribution (probs)", True)
+    check(dist.logprobs, shape, "sampler", "distribution (logprobs)", True)
+    check(dist.finite, (q,), "sampler", "distribution (finite)", None)
+    check(sampled.tokens, (q,), "sampler", "draw (tokens)", False)
     target = Target(dist, sampled, e.target_rows(), keys)
     zeros = torch.zeros(e.drafts.shape, dtype=torch.float32, device=e.drafts.device)
-    accepted = rt.verifier.accept(Draft(e.drafts, zeros, zeros, e.dists), target)
-    n = len(plan.sampling_requests.requests)
-    expect(accepted.tokens, (n, width + 1), f"verifier {rt.verifier!r}.accept (tokens)", False)
-    expect(accepted.count, (n,), f"verifier {rt.verifier!r}.accept (count)", False)
-    return accepted, target, errors
-
-
-def grammar_masks(
-    sampling_requests: SamplingRequests, e: SamplingRows, q: int, vocab: int
-) -> tuple[Tensor | None, dict[int, Exception]]:
-    """Legal tokens [q, vocab] of the sampled rows. The host has to see the drafts for it."""
-    rows, drafts = e.rows.tolist(), e.drafts.tolist()
-    verified = [tuple(d[: n - 1]) for d, n in zip(drafts, rows)]
-    mask, errors = grammar_mask(list(sampling_requests.requests), verified, vocab, e.rows.device)
-    if mask is not None and mask.shape[0] < q:
-        mask = torch.cat([mask, mask.new_ones(q - mask.shape[0], vocab)])  # padding
-    return mask, errors
+    draft = Draft(tokens=e.drafts, confidence=zeros, logprobs=zeros, dists=e.dists)
+    accepted = rt.verifier.accept(draft, target)
+    check(accepted.tokens, (n, width + 1), "verifier", "accept (tokens)", False)
+    check(accepted.count, (n,), "verifier", "accept (count)", False)
+    return accepted, target
 
 
 def carry(
     rt: Runtime,
-    plan: StepInputs,
-    step_in_flight: InFlightStep,
+    inputs: StepInputs,
+    record: StepRecord,
     e: SamplingRows,
     accepted: Accepted | None,
-) -> tuple[Carried, Tensor]:
-    """(the emitters behind this step with their next drafts, the confidences [e, n] of those)."""
-    n, seqs = rt.verifier.max_draft, e.length.shape[0]
-    recent, length, out = e.recent, e.length, e.out
+) -> Carried:
+    """The sampling requests behind this step, with their next drafts."""
+    recent, length, out, draft = e.recent, e.length, e.out, None
     if accepted is not None:
         count = accepted.count.clamp(0, accepted.tokens.shape[1])
         ids = torch.cat([e.recent, accepted.tokens], 1)
         behind = torch.arange(e.recent.shape[1], device=ids.device)
         recent, length, out = ids.gather(1, count[:, None] + behind), length + count, out + count
         recent = recent.masked_fill((recent < 0) | (recent >= rt.config.vocab_size), -1)
-    drafts = length.new_full((seqs, n), -1)
-    confidence = torch.zeros(seqs, n, dtype=torch.float64, device=length.device)
-    if plan.draft is None or plan.drafting is None:
-        return Carried(recent, length, out, drafts, confidence), confidence
-    draft = propose(rt, plan, step_in_flight, recent, length, out)
-    drafts[plan.drafting] = draft.tokens
-    confidence[plan.drafting] = draft.confidence.double()
-    dists = tuple(spread(d, plan.drafting, seqs) for d in draft.dists)
-    return Carried(recent, length, out, drafts, confidence.cumprod(-1), dists), confidence
-
-
-def spread(dist: Dist, at: Tensor, rows: int) -> Dist:
-    """A distribution of some emitters as one of all, zeros for the others."""
-
-    def wide(x: Tensor) -> Tensor:
-        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, at, x)
-
-    return replace(
-        dist, probs=wide(dist.probs), logprobs=wide(dist.logprobs), finite=wide(dist.finite)
-    )
+    if inputs.draft is not None and inputs.drafting is not None:
+        draft = propose(rt, inputs, record, recent, length, out)
+    drafts = proposed(draft, inputs.drafting, length, rt.verifier.max_draft)
+    return Carried(recent=recent, length=length, out=out, drafts=drafts)
 
 
 def propose(
     rt: Runtime,
-    plan: StepInputs,
-    step_in_flight: InFlightStep,
+    inputs: StepInputs,
+    record: StepRecord,
     recent: Tensor,
     length: Tensor,
     out: Tensor,
 ) -> Draft:
-    """The next block of every emitter that goes on."""
-    assert plan.draft is not None and plan.drafting is not None
-    rt.stats.device_end(step_in_flight.record)
-    rt.stats.device_begin(step_in_flight.record, "draft")
-    at, batch = plan.drafting, plan.draft.batch
+    """The next block of every sampling request that goes on."""
+    assert inputs.draft is not None and inputs.drafting is not None
+    rt.stats.device_end(record)
+    rt.stats.device_begin(record, "draft")
+    at, batch = inputs.drafting, inputs.draft.batch
     tokens = recent[at, -1].clamp(min=0)  # a request without a last token ends
     positions = length[at] - 1
-    params, seeds = plan.sampling_requests.rows(at)
+    params, seeds = inputs.sampling_requests.rows(at)
     rows = RowSet(positions, batch.seq, batch.row_set.first, positions)
     batch = replace(batch, ids=tokens, positions=positions, length=positions, row_set=rows)
     return rt.model.drafter.propose(
         tokens,
         positions,
         rt.verifier.max_draft,
-        replace(plan.draft, batch=batch),
+        replace(inputs.draft, batch=batch),
         rt.sampler,
         params,
         RowKeys(seeds, out[at]),
@@ -187,15 +162,13 @@ def propose(
     )
 
 
-def outcome(
-    plan: StepInputs,
+def step_output(
+    inputs: StepInputs,
     e: SamplingRows,
     accepted: Accepted | None,
     target: Target | None,
     carried: Carried,
-    confidence: Tensor,
-    prompt: dict,
-    errors: dict[int, Exception],
+    prompt: dict[int, tuple[Tensor, Tensor]],
 ) -> StepOutput:
     """What the commit reads, on its way to the host."""
     none = e.drafts[:0]
@@ -205,21 +178,18 @@ def outcome(
         at, vocab = target.rows.clamp(min=0), target.dist.logprobs.shape[1]
         logprobs = target.dist.logprobs[at, tokens.clamp(0, vocab - 1)]
         finite = target.dist.finite[at]
-        if plan.top:  # ties to the lower id
+        if inputs.top:  # ties to the lower id
             values, ids = target.dist.logprobs[at].sort(descending=True, stable=True)
-            top = to_host(values[..., : plan.top]), to_host(ids[..., : plan.top])
+            top = to_host(values[..., : inputs.top]), to_host(ids[..., : inputs.top])
     return StepOutput(
-        to_host(e.rows),
-        None if e.asked is None else to_host(e.asked),
-        to_host(count),
-        to_host(tokens),
-        to_host(logprobs),
-        to_host(finite),
-        top,
-        to_host(carried.drafts),
-        to_host(confidence),
-        to_host(carried.survival),
-        prompt,
-        None if plan.broken is None else to_host(plan.broken.lowest),
-        errors,
+        rows=to_host(e.rows),
+        asked=None if e.asked is None else to_host(e.asked),
+        count=to_host(count),
+        tokens=to_host(tokens),
+        logprobs=to_host(logprobs),
+        finite=to_host(finite),
+        top=top,
+        drafts=carried.drafts.to_host(),
+        prompt=prompt,
+        broken=None if inputs.non_finite is None else to_host(inputs.non_finite.lowest),
     )

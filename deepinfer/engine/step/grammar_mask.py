@@ -1,4 +1,8 @@
-"""Legal tokens per row: each request's grammar is asked once a row, along its draft.
+"""Legal tokens per row: each request's grammar is asked on the host, once a row, along its draft.
+
+It is asked before the step is queued, so nothing in `execute` waits for the host. It has to know the
+tokens of the step before, so a step with a grammar is committed at once (overlap.py). How many of
+its drafts are verified is decided later, on the device, so the walk covers all of them.
 
 Row j of a sequence comes after its first j drafts, so the matcher is walked through them and then
 taken back: what is legal is decided before verification, and an illegal draft is simply never the
@@ -7,34 +11,35 @@ target's own draw.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from deepinfer.engine.request import Request
 
-
-def grammar_mask(
-    requests: list[Request], drafts: list[tuple[int, ...]], vocab: int, device: torch.device
+def grammar_masks(
+    grammars: Sequence[Any], drafts: Sequence[tuple[int, ...]], width: int, vocab: int
 ) -> tuple[Tensor | None, dict[int, Exception]]:
-    """(mask [q, v] True = legal, flat rows in order; errors by request id). None where nothing is
-    constrained. A grammar that raises costs its own request only."""
-    if all(r.grammar is None for r in requests):
+    """(mask [e, width + 1, v] by draft depth, True = legal, on the host; errors by number). grammars:
+    the state of each of e requests, None if it has none; drafts: at most `width` tokens that each may
+    verify. The mask is None if no request has a grammar. A grammar that raises costs its own request
+    only."""
+    if all(g is None for g in grammars):
         return None, {}
-    mask = torch.ones(sum(len(d) + 1 for d in drafts), vocab, dtype=torch.bool)
+    mask = torch.ones(len(grammars), width + 1, vocab, dtype=torch.bool)
     errors: dict[int, Exception] = {}
-    first = 0
-    for request, draft in zip(requests, drafts):
-        if request.grammar is not None:
+    for e, (grammar, draft) in enumerate(zip(grammars, drafts)):
+        if grammar is not None:
             try:
-                walk(request.grammar, draft, mask[first : first + len(draft) + 1])
+                walk(grammar, draft, mask[e])
             except Exception as error:
-                errors[request.id] = error
-        first += len(draft) + 1
-    return mask.to(device), errors
+                errors[e] = error
+    return mask, errors
 
 
 def walk(state, draft: tuple[int, ...], mask: Tensor) -> None:
-    """Fill mask [n+1, v] of one sequence and leave the state as it was."""
+    """Fill mask [w+1, v] of one sequence, w >= its drafts, and leave the state as it was."""
     taken = 0
     try:
         for j in range(len(draft) + 1):

@@ -1,34 +1,37 @@
 """Launch: the host's part of a step, from a schedule to work that is queued on the device.
 
-What the host knows of the rows goes into a `Plan`; each request is ahead by what the step may bring
-it (`mark_in_flight`); the rest is `execute.execute`, which knows the step before.
+What the host knows of the rows goes into `StepInputs`; each request counts what the step may bring
+it (`mark_in_flight`); the rest is `execute.execute`, which reads what the step before carried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from deepinfer.engine.device import put
+from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.step import execute
 from deepinfer.engine.step.batch import Work, build
-from deepinfer.engine.step.decode_inputs import (
-    SamplingRequests,
-    ask_budget,
-    decode_rows,
-    known_rows,
-)
+from deepinfer.engine.step.decode_inputs import SamplingRequests, decode_rows, known_rows
 from deepinfer.engine.step.execute import StepInputs
-from deepinfer.engine.step.in_flight import InFlightStep, mark_in_flight, surely_last
+from deepinfer.engine.step.grammar_mask import grammar_masks
+from deepinfer.engine.step.in_flight import InFlightStep, StepOutput, mark_in_flight, surely_last
 from deepinfer.engine.step.non_finite import NonFiniteRows
-from deepinfer.engine.step.speculation import pending_draft
+from deepinfer.engine.step.speculation import (
+    allocate,
+    ask_budget,
+    draft_batch,
+    pending_draft,
+    require_rows,
+    stale_survival,
+)
 from deepinfer.model.context import ForwardContext, Tap
-from deepinfer.slots.results import expect
 
 # request ids, one a sequence -> what shows the values of their rows
 TapOf = Callable[[list[int]], "Tap | None"]
@@ -37,98 +40,133 @@ TapOf = Callable[[list[int]], "Tap | None"]
 def launch(
     rt: Runtime,
     schedule: SchedulerOutput,
-    step_in_flight: InFlightStep,
+    step: InFlightStep,
     before: InFlightStep | None,
     tap_of: TapOf,
 ) -> None:
-    """Fill the flight in, take its requests off and queue its work. before: the step on its way."""
-    stats, record = rt.stats, step_in_flight.record
+    """Fill in `step`, mark its requests and queue its work. before: the step in flight."""
+    stats, record = rt.stats, step.record
     stats.load(record, rt.resources, rt.scheduler.unfinished)
     stats.turn(record, "launch")
-    plan, most = prepare(rt, schedule, step_in_flight, before, tap_of)
-    for item, drafts in zip(step_in_flight.scheduled, most):
-        mark_in_flight(item, drafts, step_in_flight.step)
+    inputs, most = prepare(rt, schedule, step, before, tap_of)
+    for request, s, drafts in zip(step.requests, step.scheduled, most):
+        mark_in_flight(request, s, drafts, step.step)
     stats.turn(record, rt.device.host_phase)
-    step_in_flight.job = rt.device.launch(
-        partial(execute.execute, rt, plan, step_in_flight, before)
-    )
+    step.job = rt.device.launch(partial(run, rt, inputs, step, before))
+
+
+def run(
+    rt: Runtime, inputs: StepInputs, step: InFlightStep, before: InFlightStep | None
+) -> StepOutput:
+    """The device's part of a step, timed. What it carries stays in `step`."""
+    rt.stats.device_begin(step.record)
+    carried = None if before is None else before.carried
+    output, step.carried = execute.execute(rt, inputs, step.record, carried)
+    rt.device.finish()
+    rt.stats.device_end(step.record)
+    return output
 
 
 def prepare(
     rt: Runtime,
     schedule: SchedulerOutput,
-    step_in_flight: InFlightStep,
+    step: InFlightStep,
     before: InFlightStep | None,
     tap_of: TapOf,
 ) -> tuple[StepInputs, list[int]]:
-    """(what the device is handed, most drafts that each request verifies)."""
-    scheduled, device = step_in_flight.scheduled, rt.model.device
-    tap = tap_of([s.request.id for s in scheduled])
-    step_in_flight.sampling_requests = tuple(i for i, s in enumerate(scheduled) if s.emits)
-    sampling_rows = [scheduled[i] for i in step_in_flight.sampling_requests]
-    sampling_requests, broken = (
-        SamplingRequests.of([s.request for s in sampling_rows], device),
-        None,
-    )
+    """(what the device is handed, most drafts that each scheduled request verifies)."""
+    scheduled, requests, device = step.scheduled, step.requests, rt.model.device
+    tap = tap_of([s.id for s in scheduled])
+    numbers = step.sampling_requests = tuple(i for i, s in enumerate(scheduled) if s.emits)
+    sampling = [requests[i] for i in numbers]
+    decode, rows, prompt, non_finite = None, None, (), None
     if schedule.kind == "decode":
-        rows, known, wanted = decode_rows(rt, scheduled, before), None, []
-        step_in_flight.budget = rows.budget
-        most = [rows.width] * len(scheduled)
-        context = rt.context(rows.frame, tap)
+        decode = decode_rows(rt, scheduled, requests, before)
+        step.budget, most = decode.budget, [decode.width] * len(scheduled)
+        context = rt.context(decode.frame, tap)
+        drafts = (
+            [pending_tokens(r)[: decode.width] for r in requests] if constrained(sampling) else []
+        )
     else:
-        rows, drafts = None, verified_drafts(rt, scheduled)
-        most = [len(d) for d in drafts]
-        works = [work(rt, s, d) for s, d in zip(scheduled, drafts)]
-        step_in_flight.capture = (
-            None if rt.prefix_cache is None else rt.prefix_cache.capture(scheduled)
-        )
-        broken = None if all(s.decode for s in scheduled) else NonFiniteRows(len(scheduled), device)
-        context = rt.context(build(works, rt.config, device), tap, step_in_flight.capture, broken)
+        verified, step.budget = verified_drafts(rt, scheduled, requests)
+        most = [len(d) for d in verified]
+        works = [work(rt, r, s, d) for r, s, d in zip(requests, scheduled, verified)]
+        if rt.prefix_cache is not None:
+            step.capture = rt.prefix_cache.capture(scheduled, requests)
+        if not all(s.decode for s in scheduled):
+            non_finite = NonFiniteRows(len(scheduled), device)
+        context = rt.context(build(works, rt.config, device), tap, step.capture, non_finite)
         spans = logit_spans(works)
-        known = known_rows(
-            rt,
-            sampling_rows,
-            [drafts[i] for i in step_in_flight.sampling_requests],
-            [spans[i] for i in step_in_flight.sampling_requests],
+        drafts = [verified[i] for i in numbers]
+        rows = known_rows(
+            rt, [scheduled[i] for i in numbers], sampling, drafts, [spans[i] for i in numbers]
         )
-        wanted = [
-            (i, spans[i], put(s.request.prompt[s.start + 1 : s.stop + 1], device))
-            for i, s in enumerate(scheduled)
-            if s.request.wants_prompt_logprobs and not s.decode
-        ]
-    step_in_flight.drafting, draft = (), None
+        prompt = tuple(
+            (i, spans[i], put(r.prompt[s.start + 1 : s.stop + 1], device))
+            for i, (r, s) in enumerate(zip(requests, scheduled))
+            if r.wants_prompt_logprobs and not s.decode
+        )
+    draft = None
     if rt.verifier.max_draft:
-        step_in_flight.drafting = tuple(
-            e for e, s in enumerate(sampling_rows) if not surely_last(s.request)
+        step.drafting = tuple(e for e, r in enumerate(sampling) if not surely_last(r))
+    if step.drafting:
+        chosen = [numbers[e] for e in step.drafting]
+        draft = draft_context(
+            rt, [scheduled[i] for i in chosen], [requests[i] for i in chosen], tap_of
         )
-    if step_in_flight.drafting:
-        draft = draft_context(rt, [sampling_rows[e] for e in step_in_flight.drafting], tap_of)
-    top = max([0, *(r.params.top_logprobs for r in sampling_requests.requests)])
     return StepInputs(
-        context,
-        rows,
-        sampling_requests,
-        known,
-        tuple(wanted),
-        broken,
-        draft,
-        put(step_in_flight.drafting, device),
-        top,
+        context=context,
+        decode=decode,
+        sampling_rows=rows,
+        sampling_requests=SamplingRequests.of(sampling, device),
+        mask=legal_tokens(rt, step, sampling, drafts),
+        prompt=prompt,
+        non_finite=non_finite,
+        draft=draft,
+        drafting=put(step.drafting, device),
+        top=max([0, *(r.params.top_logprobs for r in sampling)]),
     ), most
 
 
-def work(rt: Runtime, item: ScheduledRequest, drafts: tuple[int, ...]) -> Work:
+def constrained(requests: Sequence[Request]) -> bool:
+    """Whether one of these requests has a grammar."""
+    return any(r.grammar is not None for r in requests)
+
+
+def legal_tokens(
+    rt: Runtime,
+    step: InFlightStep,
+    sampling: Sequence[Request],
+    drafts: Sequence[tuple[int, ...]],
+) -> Tensor | None:
+    """The grammars' mask of a step, asked here on the host; None without a grammar. drafts: that
+    each sampling request may verify. Errors of grammars are kept in `step` for its commit."""
+    if not constrained(sampling):
+        return None
+    width = max([0, *map(len, drafts)])
+    mask, errors = grammar_masks([r.grammar for r in sampling], drafts, width, rt.config.vocab_size)
+    step.grammar_errors = {sampling[e].id: error for e, error in errors.items()}
+    return None if mask is None else mask.to(rt.model.device)
+
+
+def pending_tokens(request: Request) -> tuple[int, ...]:
+    """The tokens of the draft that the host knows of a request."""
+    draft = pending_draft(request)
+    return () if draft is None else draft.whole
+
+
+def work(rt: Runtime, request: Request, s: ScheduledRequest, drafts: tuple[int, ...]) -> Work:
     """The rows of a scheduled request: its tokens, then its drafts."""
-    r, back = item.request, rt.config.engram_max_ngram_size - 1
-    logits = "all" if item.decode or r.wants_prompt_logprobs else "last" if item.emits else "none"
+    back = rt.config.engram_max_ngram_size - 1
+    every = s.decode or request.wants_prompt_logprobs
     return Work(
-        ids=[*r.token_slice(item.start, item.stop), *drafts],
-        start=item.start,
-        before=r.token_slice(max(item.start - back, 0), item.start),
-        pages=r.pages,
-        state=r.state_id,
-        plan=r.plan,
-        logits=logits,
+        ids=[*request.token_slice(s.start, s.stop), *drafts],
+        start=s.start,
+        before=request.token_slice(max(s.start - back, 0), s.start),
+        pages=request.pages,
+        state=request.state_id,
+        plan=request.plan,
+        logits="all" if every else "last" if s.emits else "none",
     )
 
 
@@ -144,43 +182,38 @@ def logit_spans(works: list[Work]) -> list[tuple[int, int]]:
     return spans
 
 
-def verified_drafts(rt: Runtime, scheduled: tuple[ScheduledRequest, ...]) -> list[tuple[int, ...]]:
-    """The draft prefix that each sequence of a mixed step verifies, none where it prefills."""
-    n, every = rt.verifier.max_draft, scheduled
-    scheduled = tuple(s for s in scheduled if s.decode)
-    if n == 0 or not scheduled:
-        return [()] * len(every)
-    held = {s.request.id: pending_draft(s.request) for s in scheduled}
-    others = sum(s.stop - s.start for s in every if not s.decode)
-    budget = ask_budget(rt, [() if d is None else d.stale for d in held.values()], others)
-    survival = torch.zeros(len(scheduled), n, dtype=torch.float64)
-    for i, d in enumerate(held.values()):
-        if d is not None:
-            survival[i, : len(d.tokens)] = torch.tensor(d.survival, dtype=torch.float64)
-    who = f"verifier {rt.verifier!r}.allocate"
-    allocated = rt.verifier.allocate(survival, budget)
-    expect(allocated, (len(scheduled),), who, False)
-    rows = require_rows(rt, allocated.tolist(), budget)
-    verified = {id: d.tokens[: n - 1] for (id, d), n in zip(held.items(), rows) if d is not None}
-    return [verified.get(s.request.id, ()) if s.decode else () for s in every]
+def verified_drafts(
+    rt: Runtime, scheduled: Sequence[ScheduledRequest], requests: Sequence[Request]
+) -> tuple[list[tuple[int, ...]], int]:
+    """(the draft prefix that each sequence of a mixed step verifies, () if it prefills; the budget
+    of those that decode). Raises ValueError if the verifier hands out impossible rows."""
+    verified: list[tuple[int, ...]] = [()] * len(scheduled)
+    decode = [i for i, s in enumerate(scheduled) if s.decode]
+    if not rt.verifier.max_draft or not decode:
+        return verified, 0
+    others = sum(s.stop - s.start for s in scheduled if not s.decode)
+    held = [pending_draft(requests[i]) for i in decode]
+    stale = [stale_survival(requests[i], in_flight=False) for i in decode]
+    budget = ask_budget(rt, stale, others)
+    asked, rows = allocate(rt, draft_batch(rt, held, "cpu"), budget)
+    assert asked is not None
+    require_rows(rt, asked.tolist(), budget)
+    for i, draft, n in zip(decode, held, rows.tolist()):
+        verified[i] = () if draft is None else draft.tokens[: n - 1]
+    return verified, budget
 
 
-def require_rows(rt: Runtime, rows: list[int], budget: int) -> list[int]:
-    """The rows that a verifier has handed out. Raises ValueError where they are impossible."""
-    who, n = f"verifier {rt.verifier!r}.allocate", rt.verifier.max_draft
-    if any(not 1 <= r <= 1 + n for r in rows):
-        raise ValueError(f"{who} returned {rows}: each sequence runs 1 to {1 + n} rows")
-    if sum(rows) > budget:
-        raise ValueError(f"{who} returned {rows}, {sum(rows)} rows: the budget is {budget}")
-    return rows
-
-
-def draft_context(rt: Runtime, scheduled: list[ScheduledRequest], tap_of: TapOf) -> ForwardContext:
+def draft_context(
+    rt: Runtime,
+    scheduled: Sequence[ScheduledRequest],
+    requests: Sequence[Request],
+    tap_of: TapOf,
+) -> ForwardContext:
     """Of the draft step behind these requests; ids and positions come with the tokens."""
     works = [
-        Work([0], s.stop, state=s.request.state_id, plan=s.request.plan, logits="none")
-        for s in scheduled
+        Work(ids=[0], start=s.stop, state=r.state_id, plan=r.plan, logits="none")
+        for s, r in zip(scheduled, requests)
     ]
     batch = build(works, rt.config, rt.model.device, decode=True)
     batch = replace(batch, reach=batch.reach + rt.verifier.max_draft)
-    return rt.context(batch, tap_of([s.request.id for s in scheduled]))
+    return rt.context(batch, tap_of([s.id for s in scheduled]))

@@ -22,7 +22,7 @@ from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.resources import AdmissionError
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step import commit, launch, overlap
+from deepinfer.engine.step import commit, launch, overlap, recovery
 from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
@@ -262,7 +262,7 @@ class Loop:
         if self.in_flight and overlap.short_of_pages(rt, self.requests.values()):
             self._commit_in_flight(record, "pages are short")
         schedule = self._ask_scheduler()
-        if overlap.needs_the_step_before(schedule, self.in_flight):
+        if overlap.needs_the_step_before(schedule, self.requests, self.in_flight):
             self._commit_in_flight(record, "a mixed step")
             schedule = self._ask_scheduler()
         return schedule
@@ -283,7 +283,7 @@ class Loop:
                 rt.resources.recover(self.requests.values())  # it may hold half of what it needs
                 rt.scheduler.recover(self.requests.values())
             else:
-                return require_runnable(schedule, rt.scheduler, rt.resources)
+                return require_runnable(schedule, rt.scheduler, rt.resources, self.requests)
 
     def _commit_in_flight(self, record: StepRecord, why: str) -> None:
         """Commit what is on its way; then the host goes on scheduling."""
@@ -295,27 +295,30 @@ class Loop:
     @torch.inference_mode()
     def _launch(self, schedule: SchedulerOutput, record: StepRecord) -> None:
         number, before = self.steps, self.in_flight[-1] if self.in_flight else None
-        self.steps += 1  # rows of a step that fails keep its number to themselves
-        step_in_flight = InFlightStep(
-            number, schedule.kind, record, schedule.scheduled, traced=bool(self.traces)
+        self.steps += 1  # no two steps have one number, not even if a step fails
+        step = InFlightStep(
+            step=number,
+            kind=schedule.kind,
+            record=record,
+            scheduled=schedule.scheduled,
+            requests=tuple(self.requests[s.id] for s in schedule.scheduled),
+            traced=bool(self.traces),
         )
-        self.in_flight.append(step_in_flight)
-        launch.launch(self.rt, schedule, step_in_flight, before, lambda ids: self.tap(ids, number))
+        self.in_flight.append(step)
+        launch.launch(self.rt, schedule, step, before, lambda ids: self.tap(ids, number))
 
     @torch.inference_mode()
     def _commit_oldest(self) -> None:
-        """Commit the oldest step that is on its way."""
-        rt, step_in_flight = self.rt, self.in_flight[0]
-        rt.stats.wait(step_in_flight.record)
-        commit.commit(rt, step_in_flight, rt.device.wait(step_in_flight.job))
-        if step_in_flight.traced:
+        """Commit the oldest step in flight."""
+        rt, step = self.rt, self.in_flight[0]
+        rt.stats.wait(step.record)
+        commit.commit(rt, step, rt.device.wait(step.job))
+        if step.traced:
+            computed = {r.id: r.num_computed for r in step.requests}
             for trace in self.traces:
-                trace.settle(
-                    step_in_flight.step,
-                    {s.request.id: s.request.num_computed for s in step_in_flight.scheduled},
-                )
+                trace.settle(step.step, computed)
         self.in_flight.pop(0)
-        rt.stats.close(step_in_flight.record, rt.scheduler.unfinished)
+        rt.stats.close(step.record, rt.scheduler.unfinished)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -334,17 +337,7 @@ class Loop:
         request is where it belongs. Each part may be broken off too and is then done again."""
         if not self._dirty:
             return
-        rt = self.rt
-        rt.device.drain()
-        rt.stats.recover()
-        commit.undo(rt, self.in_flight)
-        self.in_flight = []
-        for request in (*self.requests.values(), *self._gone):
-            if request.finished:
-                rt.stats.ended(request)
-        self._gone = []
-        rt.resources.recover(self.requests.values())
-        rt.scheduler.recover(self.requests.values())
+        recovery.recover(self.rt, self.in_flight, self.requests.values(), self._gone)
         self._dirty = False
 
     def _expire(self) -> None:

@@ -1,16 +1,16 @@
-"""Overlap: which steps may still be on their way while the next one is scheduled and launched.
+"""Overlap: which steps may still be in flight while the next one is scheduled and launched.
 
     synchronous    schedule(n) launch(n) commit(n) | schedule(n+1) ...
     overlapped     schedule(n+1) launch(n+1) commit(n) | schedule(n+2) launch(n+2) commit(n+1) | ...
 
 Both are the same code; the only difference is whether a launched step is committed at once
-(`why_synchronous`) or behind the next launch. Whatever needs the host to have seen a step's tokens
-before the next launch is named here, and nowhere else.
+(`why_synchronous`) or after the next launch. Every reason for which the host has to see a step's
+tokens before the next launch is in this file, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
@@ -21,15 +21,15 @@ from deepinfer.slots import registry
 ON_DEVICE = ("attention", "experts", "sampler", "verifier")  # the slots that run inside a launch
 
 
-def why_synchronous(rt: Runtime, step_in_flight: InFlightStep) -> str | None:
-    """Why this step is committed before the next one is scheduled; None where it need not be."""
+def why_synchronous(rt: Runtime, step: InFlightStep) -> str | None:
+    """Why this step is committed before the next one is scheduled; None if it need not be."""
     if not rt.settings.overlap:
         return "overlap is off"
-    if step_in_flight.traced:
+    if step.traced:
         return "a trace is on"  # it is told at once which rows were accepted
-    if any(s.request.grammar is not None for s in step_in_flight.scheduled):
+    if any(r.grammar is not None for r in step.requests):
         return "a grammar is asked on the host"
-    if not step_in_flight.wanted:
+    if not step.wanted:
         return "nobody waits for it any more"
     if rt.model.device.type == "cuda":
         waits = [n for n in ON_DEVICE if not registry.promises(rt.slots[n], n).on_device]
@@ -39,9 +39,9 @@ def why_synchronous(rt: Runtime, step_in_flight: InFlightStep) -> str | None:
 
 
 def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
-    """Whether somebody would have to be preempted if every draft on its way were accepted. Then the step
-    is committed first: who has finished makes room, and nobody is preempted for tokens that do not
-    come, or with its own last token in the air."""
+    """Whether a request would have to be preempted if every draft in flight were accepted. Then the
+    step is committed first. Finished requests free their pages first, so no request is preempted for
+    drafts that end up rejected, or while its own last token is in flight."""
     resources = rt.resources
     missing = sum(
         max(resources.pages_of(r.optimistic_tokens + resources.lookahead) - len(r.pages), 0)
@@ -51,9 +51,12 @@ def short_of_pages(rt: Runtime, requests: Iterable[Request]) -> bool:
     return resources.pages.ask(missing) != "ok"
 
 
-def needs_the_step_before(schedule: SchedulerOutput, in_flight: list[InFlightStep]) -> bool:
-    """Whether a schedule has to be made anew once what is on its way is committed: except in a pure
-    decode step the host tells rows from rows, so it has to know how many each sequence has."""
+def needs_the_step_before(
+    schedule: SchedulerOutput, requests: Mapping[int, Request], in_flight: list[InFlightStep]
+) -> bool:
+    """Whether the steps in flight have to be committed and the schedule made again. The host lays out
+    the rows of every step but a pure decode step, so it has to know how many each sequence has.
+    requests: all of the engine, by id."""
     return schedule.kind != "decode" and any(
-        f.place(s.request) >= 0 for f in in_flight for s in schedule.scheduled
+        f.place(requests[s.id]) >= 0 for f in in_flight for s in schedule.scheduled
     )

@@ -17,7 +17,7 @@ from properties.test_serving import Unlucky, interrupted
 from deepinfer.cache.page_keys import ImageSpan
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.engine.step import commit
+from deepinfer.engine.step import commit, recovery
 from deepinfer.slots.experts import Local
 from deepinfer.slots.replay import Exact
 from deepinfer.slots.sampler import Philox
@@ -707,7 +707,7 @@ def test_faults_and_interrupts_anywhere_leave_what_is_cached_right(monkeypatch, 
     monkeypatch.setattr(
         commit, "stops", lambda *at: (whole if Unlucky.chance is lucky else stops)(*at)
     )
-    monkeypatch.setattr(commit, "undo", undo)
+    monkeypatch.setattr(recovery, "undo", undo)
 
     def shaky(eng) -> list:
         """A step with one kind of bad luck: what comes while it recovers is another matter."""

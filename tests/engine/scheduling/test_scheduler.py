@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,33 +51,33 @@ def request(id: int, prompt: int, most: int = 8) -> Request:
 
 
 def ran(schedule: SchedulerOutput) -> list[tuple[int, int, int]]:
-    return [(s.request.id, s.start, s.stop) for s in schedule.scheduled]
+    return [(s.id, s.start, s.stop) for s in schedule.scheduled]
 
 
-def perform(schedule: SchedulerOutput, drafts: int = 0) -> None:
-    """What a model and a commit would do: every emitting share adds a token, or 1 + drafts."""
+def perform(schedule: SchedulerOutput, requests: dict[int, Request], drafts: int = 0) -> None:
+    """What a model and a commit would do: every request that emits gets a token, or 1 + drafts."""
     for s in schedule.scheduled:
-        emits, decode = s.emits, s.decode
-        s.request.optimistic_computed = s.stop
-        for _ in range((1 + drafts if decode else 1) if emits else 0):
-            if len(s.request.output) < s.request.params.max_tokens:
-                s.request.output.append(7)
-                s.request.logprobs.append(0.0)
-                s.request.steps.append(TokenStep(0, 0, "target"))
-        if emits:
-            s.request.optimistic_computed = s.request.optimistic_tokens - 1
-        if len(s.request.output) >= s.request.params.max_tokens:
-            s.request.finish("length")
+        r = requests[s.id]
+        r.optimistic_computed = s.stop
+        for _ in range((1 + drafts if s.decode else 1) if s.emits else 0):
+            if len(r.output) < r.params.max_tokens:
+                r.output.append(7)
+                r.logprobs.append(0.0)
+                r.steps.append(TokenStep(0, 0, "target"))
+        if s.emits:
+            r.optimistic_computed = r.optimistic_tokens - 1
+        if len(r.output) >= r.params.max_tokens:
+            r.finish("length")
 
 
 def step(scheduler, drafts: int = 0) -> SchedulerOutput:
-    made = require_runnable(
-        scheduler.schedule(), scheduler, getattr(scheduler, "inner", scheduler).resources
-    )
-    perform(made, drafts)
+    resources = getattr(scheduler, "inner", scheduler).resources
+    requests = {r.id: r for r in (*scheduler.running, *scheduler.waiting)}
+    made = require_runnable(scheduler.schedule(), scheduler, resources, requests)
+    perform(made, requests, drafts)
     for s in made.scheduled:
-        if s.request.finished:
-            scheduler.release(s.request)
+        if requests[s.id].finished:
+            scheduler.release(requests[s.id])
     return made
 
 
@@ -143,7 +144,7 @@ def test_the_order_of_decode():
     for i, n in enumerate((3, 9, 5)):
         s.add(request(i, n))
     step(s), step(s)
-    assert [s.request.id for s in s.schedule().scheduled] == [1, 2, 0]  # the batch: longest first
+    assert [x.id for x in s.schedule().scheduled] == [1, 2, 0]  # the batch: longest first
 
 
 def test_mixed_steps_have_decode_rows_and_then_prefill_rows():
@@ -179,9 +180,7 @@ def test_every_random_load_ends(kind, lookahead):
                 alive.append(todo.pop(0))
                 s.add(alive[-1])
             made = step(s, chance.randint(0, lookahead))
-            first += [
-                x.request.id for x in made.scheduled if x.start == 0 and x.request.id not in first
-            ]
+            first += [x.id for x in made.scheduled if x.start == 0 and x.id not in first]
             held = [p for r in s.running for p in r.pages]
             assert len(held) == len(set(held)) == s.resources.pages.used
             assert [r.id for r in s.waiting] == sorted(r.id for r in s.waiting)
@@ -271,7 +270,7 @@ class OneByOne:
             return SchedulerOutput("idle")
         return SchedulerOutput(
             "decode" if r.decoding else "prefill",
-            (ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens),),
+            (ScheduledRequest.of(r),),
         )
 
     def preempt(self, request):
@@ -314,22 +313,24 @@ def wild(change):
     [
         (lambda s, m: SchedulerOutput(m.kind, m.scheduled * 2), "which is listed twice"),
         (
-            lambda s, m: SchedulerOutput(m.kind, (ScheduledRequest(m.scheduled[0].request, 1, 2),)),
-            "has rows 1..1, 0 computed",
+            lambda s, m: SchedulerOutput(m.kind, (ScheduledRequest.of(s.running[0], 1, 2),)),
+            "has rows 1..1 scheduled, but 0 of 9 tokens are computed: the next row is 0",
         ),
         (
-            lambda s, m: SchedulerOutput(
-                m.kind, (ScheduledRequest(m.scheduled[0].request, 0, 99),)
-            ),
-            "and 9 tokens",
+            lambda s, m: SchedulerOutput(m.kind, (ScheduledRequest.of(s.running[0], 0, 99),)),
+            "has rows 0..98 scheduled, but 0 of 9 tokens",
         ),
-        (lambda s, m: s.preempt(m.scheduled[0].request) or m, "which is waiting"),
+        (
+            lambda s, m: SchedulerOutput(m.kind, (replace(m.scheduled[0], id=77),)),
+            "request 77, which is no request of this engine",
+        ),
+        (lambda s, m: s.preempt(s.running[0]) or m, "which is waiting"),
         (lambda s, m: SchedulerOutput("decode", m.scheduled), "prefill rows in a decode step"),
         (lambda s, m: SchedulerOutput("both", m.scheduled), "a step 'both'"),
         (
             lambda s, m: (
-                s.resources.pages.give(m.scheduled[0].request.pages[1:])
-                or m.scheduled[0].request.pages.__delitem__(slice(1, None))
+                s.resources.pages.give(s.running[0].pages[1:])
+                or s.running[0].pages.__delitem__(slice(1, None))
                 or m
             ),
             "holds 1 pages, 3 are written to",

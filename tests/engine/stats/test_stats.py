@@ -17,6 +17,7 @@ from deepinfer.engine.stats import records as records_module
 from deepinfer.engine.stats import stats as stats_module
 from deepinfer.engine.stats.records import PHASES, Tally, percentile
 from deepinfer.engine.stats.stats import Stats
+from deepinfer.engine.step.speculation import PendingDraft, draft_record
 
 ROOM = SimpleNamespace(
     states=SimpleNamespace(size=5, free=3),
@@ -62,13 +63,16 @@ def one_step(
     clock.now += wait
     stats.device_end(record)
     stats.turn(record, "post-process")
-    scheduled = [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in requests]
+    scheduled = [ScheduledRequest.of(r) for r in requests]
     kind = "decode" if all(s.decode for s in scheduled) else "prefill"
     stats.load(record, ROOM, len(requests))
     stats.ran(record, kind, scheduled, [drafts] * len(scheduled), ROOM.max_rows)
     for r in requests:
         r.optimistic_computed = r.optimistic_tokens
-        stats.emitted(record, r, emit, emit - 1, len(drafts))
+        stats.emitted(record, r, emit)
+        if drafts:
+            n, kept = len(drafts), emit - 1
+            stats.verified(record, draft_record(r.draft, number, r.id, 9, 1 + n, kept))
         r.output += [3] * emit
         r.optimistic_computed = r.optimistic_tokens - 1
     clock.now += post
@@ -121,7 +125,7 @@ def test_a_step_by_the_clock(clock):
     assert (step.requests, step.rows, step.tokens, step.chunked) == (2, 28, 2, 0)
     assert (step.sum_seqlen_qxk, step.max_seqlen_k, step.min_seqlen_k) == (64 + 400, 20, 8)
     assert (step.running, step.waiting, step.kv_usage, step.state_usage) == (2, 0, 0.4, 0.5)
-    a.draft = SimpleNamespace(survival=(0.75, 0.5, 0.25))
+    a.draft = PendingDraft(at=9, tokens=(7, 8, 9), confidence=(0.75, 0.5 / 0.75, 0.5), stale=())
     step = one_step(stats, clock, 1, [a], at=24.0, emit=2, drafts=(7, 8), unfinished=2)
     assert (step.kind, step.decode_rows, step.verified, step.accepted) == ("decode", 3, 2, 1)
     assert step.sum_seqlen_qxk == 3 * 11
@@ -456,7 +460,7 @@ def test_what_recording_costs():
         r.output.append(3)
         r.optimistic_computed = r.optimistic_tokens - 1
     scheduled, drafts = (
-        [ScheduledRequest(r, r.optimistic_computed, r.optimistic_tokens) for r in requests],
+        [ScheduledRequest.of(r) for r in requests],
         [()] * 16,
     )
 
@@ -470,7 +474,7 @@ def test_what_recording_costs():
         stats.load(record, ROOM, 16)
         stats.ran(record, "decode", scheduled, drafts, ROOM.max_rows)
         for r in requests:
-            stats.emitted(record, r, 1, 0, 0)
+            stats.emitted(record, r, 1)
         stats.close(record, 16)
 
     best = float("inf")

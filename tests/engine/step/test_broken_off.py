@@ -3,6 +3,7 @@ and schedulers that are careless. In float64: the text is the one that comes wit
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from deepinfer.engine.scheduling.output import ScheduledRequest, SchedulerOutput
 from deepinfer.engine.scheduling.scheduler import FCFS
-from deepinfer.engine.step import commit
+from deepinfer.engine.step import recovery
 from deepinfer.engine.step.in_flight import InFlightTokens
 from deepinfer.slots.sampler import Philox
 from deepinfer.slots.verifier import Fixed
@@ -188,10 +189,11 @@ def test_rows_that_the_rings_cannot_step_back_over_cost_the_place(beyond, state)
     for _ in range(3):
         eng.step()
     (request,), rt = eng.requests.values(), eng.runtime
-    item = ScheduledRequest(request, request.optimistic_computed, request.optimistic_computed + 1)
+    at = request.optimistic_computed
+    item = ScheduledRequest.of(request, at, at + 1)
     written = request.num_computed + rt.limits.backtracking + beyond
     request.in_flight = (InFlightTokens(3, 1, 1, written),)
-    commit.undo(rt, [SimpleNamespace(scheduled=(item,))])
+    recovery.undo(rt, [SimpleNamespace(scheduled=(item,), requests=(request,))])
     assert (request.status, request.in_flight) == (state, ())
 
 
@@ -276,7 +278,7 @@ class Forges(FCFS):
         made = super().schedule()
         return SchedulerOutput(
             made.kind,
-            tuple(ScheduledRequest(s.request, s.start, s.stop, True) for s in made.scheduled),
+            tuple(dataclasses.replace(s, emits=True) for s in made.scheduled),
         )
 
 
