@@ -15,9 +15,22 @@ import pytest
 
 # A first call builds kernels and caches, so a deadline would fail on a busy machine.
 # CI draws the same examples every time; elsewhere each run looks at new ones.
-hypothesis.settings.register_profile(
-    "deepinfer", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI"))
-)
+# A property says its own number of examples if it needs another one than these.
+_HOW = dict(deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile("deepinfer", max_examples=50, **_HOW)
+hypothesis.settings.register_profile("thorough", max_examples=200, **_HOW)
+
+
+def pytest_configure(config):
+    """Fifty examples of each property by default; 200 of them with `-m slow`, or `-m ''` for all.
+
+    `--hypothesis-profile=thorough` asks for them in any run.
+    """
+    thorough = config.option.markexpr in ("", "slow")
+    if config.option.hypothesis_profile is None:
+        hypothesis.settings.load_profile("thorough" if thorough else "deepinfer")
+
+
 hypothesis.settings.load_profile("deepinfer")
 
 
@@ -38,7 +51,19 @@ def pytest_xdist_auto_num_workers(config):
 
 # Workers take whole files (`--dist=loadscope`) in this order, so one that runs for minutes begins
 # first: notebooks, then the longest test files; the short ones fill up the end.
-LONG_FIRST = (".ipynb",)
+LONG_FIRST = (
+    ".ipynb",
+    "replay_error/test_replay_error_experiment.py",
+    "nano/test_stages.py",
+    "measure/test_compare.py",
+    "measure/test_replay_error.py",
+    "properties/test_batch_invariance.py",
+    "properties/test_replay_hits.py",
+    "properties/test_serial.py",
+    "prefix/test_prefix.py",
+    "serving/test_bench.py",
+    "checkpoint/test_nano.py",
+)
 
 
 def _long_first(items):

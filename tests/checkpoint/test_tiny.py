@@ -100,9 +100,13 @@ def test_its_text_is_compressed():
     assert len(tiny_tokenizer().encode(text).ids) < len(text) / 3
 
 
-@given(st.text(max_size=60))
-def test_any_text_round_trips(text):
-    tokenizer = tiny_tokenizer()
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert all(0 <= token < 1024 for token in ids)

@@ -18,11 +18,29 @@ def eng(request) -> Engine:
     return Engine.tiny(dtype=request.param, batch_invariant=True)
 
 
-def test_logits_have_the_same_bits_however_chunked(eng):
-    whole = eng.logits(IDS)
-    for chunks in ([1] * 78, [7] * 11 + [1], [40, 1, 37]):
-        assert torch.equal(eng.logits(IDS, chunks=chunks), whole)
-        assert torch.equal(eng.logits(IDS, prompt=1, chunks=chunks), whole)
+@pytest.fixture(scope="module")
+def whole(eng) -> torch.Tensor:
+    return eng.logits(IDS)
+
+
+SLOW = pytest.mark.slow
+CHUNKS = {"ones": [1] * 78, "sevens": [7] * 11 + [1], "uneven": [40, 1, 37]}
+
+
+@pytest.mark.parametrize(
+    "chunks, prompt",
+    [
+        ("ones", 1),
+        ("sevens", None),
+        ("uneven", 1),
+        pytest.param("ones", None, marks=SLOW),
+        pytest.param("sevens", 1, marks=SLOW),
+        pytest.param("uneven", None, marks=SLOW),
+    ],
+)
+def test_logits_have_the_same_bits_however_chunked(eng, whole, chunks, prompt):
+    """prompt=None: every row belongs to the prompt; prompt=1: every row but one is decoded."""
+    assert torch.equal(eng.logits(IDS, prompt=prompt, chunks=CHUNKS[chunks]), whole)
 
 
 @settings(max_examples=4)
