@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import reprlib
 from pathlib import Path
 
 MADE = ("nano", "tiny")  # what an Engine makes by that name, without a path
@@ -12,8 +14,8 @@ def locate(path: str | os.PathLike, *, download: bool = False) -> Path:
     """The folder of a checkpoint.
 
     path: a folder, or 'owner/name' looked up in the local Hugging Face cache (HF_HUB_CACHE, HF_HOME).
-    download: fetch it when it is not there (needs huggingface_hub; the size is logged first).
-    Raises FileNotFoundError saying what was looked at.
+    download: fetch it if it is not there (needs huggingface_hub; the size is logged first).
+    Raises FileNotFoundError saying what was looked at, ValueError for a damaged cache.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -44,10 +46,17 @@ def cache_folder() -> Path:
 
 
 def snapshot(cached: Path) -> Path | None:
-    """The snapshot that refs/main names, else the newest one with a config."""
+    """The snapshot that refs/main names, else the newest one with a config. ValueError for a
+    refs/main that holds something else than the name of a snapshot."""
     main = cached / "refs" / "main"
     if main.is_file():
-        named = cached / "snapshots" / main.read_text().strip()
+        name = main.read_bytes()[:256].decode("latin-1").strip()
+        if not re.fullmatch(r"[0-9A-Za-z_-]+", name):  # a path would lead out of the cache
+            raise ValueError(
+                f"{main}: {reprlib.repr(name)} names no snapshot, which is the hash of a commit; "
+                "delete the file, or pass the folder of a checkpoint"
+            )
+        named = cached / "snapshots" / name
         if (named / "config.json").is_file():
             return named
     every = [p for p in cached.glob("snapshots/*") if (p / "config.json").is_file()]

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from deepinfer.checkpoint import names
+from deepinfer.checkpoint.generation import check_generation
 from deepinfer.checkpoint.header import CheckpointError, Entry, read_header
 from deepinfer.checkpoint.names import Stored, Weight, scale_name
+from deepinfer.checkpoint.tokenizer import read_tokenizer
 from deepinfer.config import ModelConfig
 from deepinfer.config.io import read_json
 from deepinfer.kernels.quantised import Quantised
@@ -36,9 +38,10 @@ _AT_ONCE = 1 << 22  # parameters of experts widened in one go: small ones are ma
 class Checkpoint:
     """An opened checkpoint.
 
-    config: ModelConfig; path: its folder; tokenizer_path: its tokenizer.json or None; entries:
-    {name: Entry} of the tensors that are read; unread: those of the image tower; weights:
-    {name: Weight}; token_map: "v" int64 classes for the n-gram memory, or None without one.
+    config: ModelConfig; path: its folder; tokenizer_path: its tokenizer.json or None; tokenizer:
+    what that file holds; entries: {name: Entry} of the tensors that are read; unread: those of the
+    image tower; weights: {name: Weight}; token_map: "v" int64 classes for the n-gram memory, or
+    None without one.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Checkpoint:
         entries: dict[str, Entry],
         unread: dict[str, Entry],
         token_map: Tensor | None,
+        tokenizer: Any = None,
     ):
         self.path = path
         self.config = config
         self.entries = entries
         self.unread = unread
         self.token_map = token_map
+        self.tokenizer = tokenizer
         self.weights = {w.name: w for w in names.weights(config) if not names.is_unread(w.name)}
         self._open_files: dict[Path, Any] = {}
 
@@ -75,7 +80,11 @@ class Checkpoint:
         entries = {name: entry for name, entry in found.items() if not names.is_unread(name)}
         _check_against(config, entries, path)
         unread = {name: entry for name, entry in found.items() if name not in entries}
-        return cls(path, config, entries, unread, _token_map(config, path))
+        file = path / "tokenizer.json"
+        tokenizer = read_tokenizer(file) if os.path.lexists(file) else None
+        check_generation(path, config, tokenizer)
+        classes = _token_map(config, path, tokenizer)
+        return cls(path, config, entries, unread, classes, tokenizer)
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -333,22 +342,19 @@ def _check_entry(entry: Entry, stored: Stored, config: ModelConfig) -> None:
     )
 
 
-def _token_map(config: ModelConfig, path: Path) -> Tensor | None:
+def _token_map(config: ModelConfig, path: Path, tokenizer: Any) -> Tensor | None:
     """The classes of the tokenizer's tokens, checked against the config."""
     if not config.engram_layer_ids:
         return None
     file = path / "tokenizer.json"
-    if not file.is_file():
+    if tokenizer is None:
         raise CheckpointError(
             f"{file}: not found; the n-gram memory's rows are named by the tokenizer, so the "
             "model can't be used without its own tokenizer.json"
         )
-    from tokenizers import Tokenizer
-
     try:
-        read_json(file)
-        classes = engram_hash.token_map(Tokenizer.from_file(str(file)))
+        classes = engram_hash.token_map(tokenizer)
         engram_hash.check_map(config, classes)
-    except Exception as error:  # tokenizers raises bare Exception for what it can't parse
+    except Exception as error:  # tokenizers raises bare Exception for what it can't decode
         raise CheckpointError(f"{file}: {error}") from None
     return classes

@@ -101,12 +101,18 @@ class Engine(InBackground):
     @classmethod
     @completes(Changes, Settings, defaults=DEFAULTS)
     def from_pretrained(
-        cls, path: str, *, download: bool = False, **settings: Unpack[Settings]
+        cls,
+        path: str,
+        *,
+        download: bool = False,
+        verify: bool = False,
+        **settings: Unpack[Settings],
     ) -> Engine:
         """Load a checkpoint in the official layout.
 
         path: a folder, or a hub id found in the local Hugging Face cache (fetched only with
-        download=True). Settings and slots as in `with_`, plus device ('auto') and dtype (None:
+        download=True). verify: every byte of the weights goes into `fingerprint`; otherwise a file
+        over 64 MiB counts by its two ends, and the fingerprint says `+sampled`. Settings and slots as in `with_`, plus device ('auto') and dtype (None:
         float32 on a CPU, bfloat16 on an accelerator). What does not fit is refused with bytes by
         component before memory is taken. Raises CheckpointError naming file and tensor,
         MemoryError, ValueError.
@@ -114,7 +120,7 @@ class Engine(InBackground):
         from deepinfer.checkpoint.hub import locate
 
         find = partial(locate, path, download=download)
-        return cls(*weights.from_folder(find, str(path), settings))
+        return cls(*weights.from_folder(find, str(path), settings, verify))
 
     @classmethod
     @completes(Changes, Settings, defaults=DEFAULTS)
@@ -441,7 +447,7 @@ class Engine(InBackground):
                 self._settings,
                 self._started,
                 self._limits,
-                self._shared.fingerprint,
+                self._shared.edits,
             )
             self._runtime.stats.facts = facts_of(self)
         return self._runtime

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from deepinfer.checkpoint.tokenizer import is_panic
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
 from deepinfer.engine.background.fair_lock import FairLock, locked
@@ -70,14 +71,23 @@ class EngineInspection:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer (a `tokenizers.Tokenizer`). Raises ValueError where it has none."""
+        """A copy of the checkpoint's tokenizer (a `tokenizers.Tokenizer`): what is done to it changes
+        no engine. Raises ValueError for a checkpoint without one."""
+        self._own_tokenizer()
+        return self._shared.tokenizer_copy
+
+    def _own_tokenizer(self) -> Tokenizer:
         if self._shared.tokenizer is None:
             raise ValueError(f"{self._shared.source} has no tokenizer.json: pass token ids")
         return self._shared.tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and config, the same for the same bytes on any machine."""
+        """Identity of config, weights and tokenizer, the same for the same bytes on any machine.
+
+        `+sampled`: files over 64 MiB were read at their ends only (`from_pretrained(verify=True)`
+        reads all). `+edited`: weights were changed in place after they were loaded.
+        """
         return self._shared.fingerprint
 
     @property
@@ -106,10 +116,10 @@ class EngineInspection:
     def clear_cache(self) -> None:
         """Forget every page and snapshot of the prefix cache; what is counted in `cache` counts on.
 
-        Call it after you have edited weights in place, on every engine that shares them (`with_`):
-        what was computed with the old ones would be served, and no engine can notice an edit. It
-        may come at any time. Requests that run go on in their own pages and leave nothing in the
-        cache; after they was preempted, and from every later request on, all is computed anew.
+        An edit of weights in place does this by itself when the next request is admitted; call it
+        after writing through `parameter.data`, which no engine can notice, on every engine that
+        shares the weights (`with_`). It may come at any time. Requests that run go on in their own pages and leave nothing in the
+        cache; after a preemption, and from every later request on, all is computed anew.
         """
         if self._runtime is not None and self._runtime.prefix_cache is not None:
             self._runtime.prefix_cache.clear()
@@ -166,17 +176,27 @@ class EngineInspection:
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of raw text, with bos in front unless told otherwise; no chat template.
 
-        ValueError for what is no text: bytes, None, a string with a lone surrogate.
+        ValueError for what is no text (bytes, None, a string with a lone surrogate) and for a text
+        that the tokenizer gives up on.
         """
         if not isinstance(text, str):
             raise ValueError(f"encode takes one string, got {type(text).__name__}")
         check_unicode(text)
-        ids = token_ids(self.tokenizer, text)
+        tokenizer = self._own_tokenizer()
+        try:
+            ids = token_ids(tokenizer, text)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise  # an interrupt
+            raise ValueError(
+                f"the tokenizer of {self._shared.source} cannot encode this text ({error}): "
+                "shorten it, or pass token ids"
+            ) from None
         return [self.config.bos_token_id, *ids] if bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._own_tokenizer().decode(list(ids), skip_special_tokens=True)
 
     def trace_names(self) -> TraceNames:
         """Every name that can be traced, in the order of the walk."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from deepinfer.config import EngineConfig, ModelConfig
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def of_engine(eng: EngineInspection) -> dict[str, object]:
     """What a measurement with `eng` depends on, for `Table(provenance=...)`.
 
-    weights: the engine's fingerprint. config: a hash of the model's config. slots: their reprs.
+    weights: the engine's fingerprint (weights, tokenizer, `+edited` after a change in place).
+    tokenizer: what it adds to the released layout, None if nothing. config: a hash of the model's config. slots: their reprs.
     settings: the other fields of EngineConfig, the scheduler's by its repr where it is no name.
     """
     return facts_of(eng)()
@@ -29,12 +30,20 @@ def facts_of(eng: EngineInspection) -> Facts:
     """What makes the facts of an engine when they are asked for, without holding its weights."""
     dtype = str(eng.model.dtype).removeprefix("torch.")
     return functools.partial(
-        _facts, eng.fingerprint, eng.config, eng.slots, eng.settings, str(eng.model.device), dtype
+        _facts,
+        eng._shared.edits.reader(),
+        eng._shared.tokenizer_note,
+        eng.config,
+        eng.slots,
+        eng.settings,
+        str(eng.model.device),
+        dtype,
     )
 
 
 def _facts(
-    weights: str,
+    weights: Callable[[], str],
+    tokenizer: str,
     config: ModelConfig,
     slots: Mapping[str, object],
     chosen: EngineConfig,
@@ -46,7 +55,8 @@ def _facts(
         settings["scheduler"] = repr(chosen.scheduler)
     text = json.dumps(config.to_dict(), sort_keys=True)
     return {
-        "weights": weights,
+        "weights": weights(),
+        "tokenizer": tokenizer or None,
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "slots": {name: repr(value) for name, value in slots.items()},
         "device": device,

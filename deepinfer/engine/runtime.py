@@ -19,6 +19,7 @@ from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
 from deepinfer.engine.stats.device_clock import device_clock
 from deepinfer.engine.stats.stats import Stats
+from deepinfer.engine.weight_edits import WeightEdits
 from deepinfer.engine.weights import require
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.context import ForwardContext, OnWindowWrite, RowCheck, Tap
@@ -28,7 +29,7 @@ from deepinfer.slots.verifier.cost import CostCurve
 
 
 class Runtime:
-    """Everything of an engine that is not weights or settings. identity: of the weights."""
+    """Everything of an engine that is not weights or settings. edits: of the weights."""
 
     def __init__(
         self,
@@ -36,11 +37,11 @@ class Runtime:
         settings: EngineConfig,
         slots: dict[str, Any],
         limits: Limits,
-        identity: str = "",
+        edits: WeightEdits,
     ) -> None:
         self.model, self.settings = model, settings
         self.config = model.config
-        self.slots, self.limits = slots, limits
+        self.slots, self.limits, self.edits = slots, limits, edits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
         self.stats = Stats(clock=device_clock(model.device))
         self.device = make_device(model.device, self.stats.clock, settings.overlap)
@@ -59,7 +60,7 @@ class Runtime:
         self.prefix_cache: PrefixCacheManager | None = None
         if settings.prefix_cache:
             self.prefix_cache = PrefixCacheManager(
-                self, identity, snapshot_budget(settings, self.limits, self.cache)
+                self, edits.fingerprint, snapshot_budget(settings, self.limits, self.cache)
             )
             self._warn_of_no_reuse()
         self.resources = Resources(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,12 @@ import torch
 
 from deepinfer.checkpoint import names
 from deepinfer.checkpoint.loader import load
+from deepinfer.checkpoint.tokenizer import additions, copy_of, digest, engine_copy
 from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.config.io import read_json
 from deepinfer.engine.settings import placement, split_settings, start_slots
 from deepinfer.engine.sizing import cache_bytes
+from deepinfer.engine.weight_edits import WeightEdits
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model.stack import Model
 from deepinfer.slots import registry
@@ -31,14 +36,36 @@ WHOLE = 64 << 20
 
 @dataclass(frozen=True)
 class Weights:
-    """Shared by an engine and everything `with_` makes of it. fingerprint: hex digest of config and
-    content (of files over 64 MiB: size, first and last MiB); source: a folder, 'nano' or
-    'tiny(seed=0)'."""
+    """Shared by an engine and everything `with_` makes of it.
+
+    tokenizer: the engines' own; nobody outside changes it. loaded: the identity of what was loaded
+    (see `fingerprint`); source: a folder, 'nano' or 'tiny(seed=0)'. edits: notices weights that are
+    changed in place.
+    """
 
     model: Model
     tokenizer: Tokenizer | None
-    fingerprint: str
+    loaded: str
     source: str
+    edits: WeightEdits = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edits", WeightEdits(self.model, self.loaded))
+
+    @property
+    def fingerprint(self) -> str:
+        """`loaded`, with `+edited` behind it if weights were changed since."""
+        return self.edits.fingerprint
+
+    @functools.cached_property
+    def tokenizer_copy(self) -> Tokenizer:
+        """What a user is given: whatever is done to it changes no engine."""
+        return copy_of(self.tokenizer)
+
+    @functools.cached_property
+    def tokenizer_note(self) -> str:
+        """What the tokenizer adds to the released layout ('normalizer Lowercase'), or ''."""
+        return "" if self.tokenizer is None else ", ".join(additions(self.tokenizer))
 
     @property
     def config(self) -> ModelConfig:
@@ -68,51 +95,73 @@ def from_checkpoint(
     device: torch.device,
     source: str,
     keep_quantised: bool = False,
+    verify: bool = False,
 ) -> Weights:
-    """Load an opened checkpoint (on disk or in memory) into a new model."""
+    """Load an opened checkpoint (on disk or in memory) into a new model. verify: see
+    `weights_digest`."""
     with torch.device("meta"):
         model = Model(checkpoint.config)
     load(model, checkpoint, dtype=dtype, device=device, keep_quantised=keep_quantised)
-    return Weights(model, tokenizer_of(checkpoint), fingerprint(checkpoint), source)
+    tokenizer = tokenizer_of(checkpoint, source)
+    return Weights(model, tokenizer, fingerprint(checkpoint, verify), source)
 
 
-def tokenizer_of(checkpoint: Any) -> Tokenizer | None:
-    if getattr(checkpoint, "tokenizer", None) is not None:
-        return checkpoint.tokenizer
-    if checkpoint.tokenizer_path is None:
-        return None
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(checkpoint.tokenizer_path))
+def tokenizer_of(checkpoint: Any, source: str = "the checkpoint") -> Tokenizer | None:
+    """A copy of the checkpoint's tokenizer that neither cuts nor pads; None without one."""
+    found = checkpoint.tokenizer
+    return None if found is None else engine_copy(found, source)
 
 
-def fingerprint(checkpoint: Any) -> str:
-    """Identity of what was loaded, the same for the same bytes wherever they lie."""
-    digest = hashlib.sha256()
-    digest.update(repr(sorted(checkpoint.config.to_dict().items(), key=str)).encode())
+def fingerprint(checkpoint: Any, verify: bool = False) -> str:
+    """Identity of what was loaded, the same for the same bytes wherever they lie.
+
+    `weights_digest`, then 8 hex digits of the tokenizer ('none' without one), then `+sampled` if a
+    file was too large to read whole and verify is False.
+    """
+    if checkpoint.path is None:
+        tokenizer = checkpoint.tokenizer
+        content = None if tokenizer is None else json.loads(tokenizer.to_str())
+    else:
+        file = checkpoint.tokenizer_path
+        content = None if file is None else read_json(file)
+    large = any(file.stat().st_size > WHOLE for file in _files(checkpoint))
+    sampled = "+sampled" if large and not verify else ""
+    return f"{weights_digest(checkpoint, verify)}-{digest(content)}{sampled}"
+
+
+def weights_digest(checkpoint: Any, verify: bool = False) -> str:
+    """16 hex digits of config and weights. verify: every byte is read; otherwise a file over 64 MiB
+    counts by its size, its first and its last MiB."""
+    found = hashlib.sha256()
+    found.update(repr(sorted(checkpoint.config.to_dict().items(), key=str)).encode())
     if checkpoint.path is None:
         for name in sorted(checkpoint.state):
             tensor = checkpoint.state[name].detach().contiguous()
-            digest.update(name.encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
-    for file in sorted({e.file for e in checkpoint.entries.values()}):
-        digest.update(Path(file).name.encode())
-        digest.update(file_digest(Path(file)))
-    return digest.hexdigest()[:16]
+            found.update(name.encode())
+            found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    for file in _files(checkpoint):
+        found.update(file.name.encode())
+        found.update(file_digest(file, verify))
+    return found.hexdigest()[:16]
 
 
-def file_digest(path: Path) -> bytes:
+def _files(checkpoint: Any) -> list[Path]:
+    entries = {} if checkpoint.path is None else checkpoint.entries
+    return sorted({Path(entry.file) for entry in entries.values()})
+
+
+def file_digest(path: Path, verify: bool = False) -> bytes:
     size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+    found = hashlib.sha256(str(size).encode())
     with path.open("rb") as f:
-        if size <= WHOLE:
-            digest.update(f.read())
+        if size <= WHOLE or verify:
+            while part := f.read(1 << 24):
+                found.update(part)
         else:
-            digest.update(f.read(SAMPLED))
+            found.update(f.read(SAMPLED))
             f.seek(-SAMPLED, os.SEEK_END)
-            digest.update(f.read(SAMPLED))
-    return digest.digest()
+            found.update(f.read(SAMPLED))
+    return found.digest()
 
 
 # ------------------------------------------------------------------------------------- what fits
@@ -173,9 +222,10 @@ Opened = tuple[Weights, EngineConfig, dict[str, Any]]  # what an Engine is made 
 REMEDY = "Use a smaller dtype, keep_quantised=True, a smaller cache or a device with more memory."
 
 
-def from_folder(find: Callable[[], Path], source: str, given: Any) -> Opened:
+def from_folder(find: Callable[[], Path], source: str, given: Any, verify: bool = False) -> Opened:
     """The official checkpoint in the folder that `find` names, asked once the settings are known to
-    be good. Raises MemoryError, with bytes by component, before memory is taken."""
+    be good. Raises MemoryError, with bytes by component, before memory is taken. verify: see
+    `weights_digest`."""
     from deepinfer.checkpoint.reader import Checkpoint
 
     config, slots = split_settings(given)
@@ -188,7 +238,12 @@ def from_folder(find: Callable[[], Path], source: str, given: Any) -> Opened:
     parts |= cache_bytes(checkpoint.config, config, started, dtype, device)
     require(f"{source} in {dtype}", parts, device, REMEDY)
     loaded = from_checkpoint(
-        checkpoint, dtype=dtype, device=device, source=source, keep_quantised=config.keep_quantised
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        source=source,
+        keep_quantised=config.keep_quantised,
+        verify=verify,
     )
     return loaded, config, slots
 

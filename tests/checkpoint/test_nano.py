@@ -221,7 +221,7 @@ def test_it_is_an_engine_like_any_other(eng, checkpoint):
     assert eng.config == checkpoint.config and eng.model.dtype == torch.float64
     makers = di.Engine.nano, di.Engine.from_pretrained
     mine, others = (inspect.signature(maker).parameters for maker in makers)
-    assert list(mine) == [name for name in others if name not in ("path", "download")]
+    assert list(mine) == [name for name in others if name not in ("path", "download", "verify")]
     with pytest.raises(TypeError, match="did you mean 'fidelity'"):
         di.Engine.nano(fidelty=0)
 

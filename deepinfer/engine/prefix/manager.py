@@ -119,6 +119,7 @@ class PrefixCacheManager:
             longest - self.cut if self.cut else 0,
         )
         self.traces: list[Trace] = []
+        self.weights_generation = rt.edits.generation
         self.hits = 0
         self.hit_tokens = 0
         self.lost_tokens = 0
@@ -149,6 +150,7 @@ class PrefixCacheManager:
 
     def lookup(self, request: Request) -> PrefixMatch:
         """What is cached of a waiting request; nothing where rows of its prefix are asked for."""
+        self.forget_if_edited()
         mine = request.prefix
         if not self.current(request):  # it has computed nothing that is left, so its keys are new
             mine.generation, mine.keys, mine.tail = self.index.generation, [], []
@@ -328,6 +330,12 @@ class PrefixCacheManager:
                 self.pages.evict(key)
                 self.snapshots.evict(key)
         mine.registered = mine.adopted
+
+    def forget_if_edited(self) -> None:
+        """What was computed with weights that have been edited in place since is forgotten, once."""
+        if (now := self.rt.edits.generation) != self.weights_generation:
+            self.clear()
+            self.weights_generation = now
 
     def clear(self) -> None:
         """Forget every page and snapshot. Requests that run keep their pages and register nothing.

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from deepinfer.checkpoint.reader import Checkpoint
+from deepinfer.engine.weights import weights_digest
 from experiments.nano.report import (
     ablations,
     acceptance,
@@ -101,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             second_seed=None,
             only=list(o.only),
             torch=torch.__version__,
-            stored=stored.fingerprint,
-            bf16=unquantised.fingerprint,
+            stored=weights_digest(Checkpoint.open(o.checkpoint)),
+            bf16=weights_digest(Checkpoint.open(o.unquantised)),
         )
         report = Report(o.out, facts)
         where = f"{o.device}, {o.jobs} job(s) of {o.threads} thread(s), torch {torch.__version__}"

@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 
 from deepinfer.checkpoint.reader import Checkpoint
-from deepinfer.engine.weights import fingerprint
+from deepinfer.engine.weights import weights_digest
 from experiments.nano import WORK
 from experiments.nano.config import Backbone, Drafter, nano_config
 from experiments.nano.train import agreement, backbone, checks, ship, weights
@@ -120,7 +120,7 @@ def _write(args, config, held, tokenizer) -> str:
     """Write what a stage trained. The fingerprint of the stored checkpoint, which binds the log to
     its weights."""
     weights.write_both(args.out, config, weights.official(config, held), tokenizer)
-    return fingerprint(Checkpoint.open(Path(args.out) / "stored"))
+    return weights_digest(Checkpoint.open(Path(args.out) / "stored"))
 
 
 # ------------------------------------------------------------------------------------ the drafter

@@ -18,7 +18,7 @@ from deepinfer.checkpoint import nano as checkpoint
 from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.display.numbers import fmt
-from deepinfer.engine.weights import fingerprint
+from deepinfer.engine.weights import weights_digest
 from deepinfer.tables.table import Table
 from experiments import nano
 from experiments.nano.config import Backbone, Drafter
@@ -208,7 +208,7 @@ def files(tmp_path_factory):
             ]
         )
     )
-    report = write_report(root / "results.json", fingerprint(checkpoint))
+    report = write_report(root / "results.json", weights_digest(checkpoint))
     return argparse.Namespace(
         root=root,
         checkpoint=checkpoint,
@@ -380,14 +380,14 @@ def test_without_results_and_logs_everything_is_named_as_not_measured(files):
 
 @pytest.mark.parametrize("name", list(COLUMNS))
 def test_a_missing_finding_is_named_and_the_others_stay(files, tmp_path, name):
-    stored = fingerprint(files.checkpoint)
+    stored = weights_digest(files.checkpoint)
     text = make(files, report=write_report(tmp_path / "x.json", stored, without=[name]))[1]
     assert re.findall(r"Not measured: `([\w.-]+)`", text) == [name]
 
 
 @pytest.mark.parametrize("name", [name for name in COLUMNS if name != "summary"])
 def test_a_finding_without_its_columns_is_an_error(files, tmp_path, capsys, name):
-    path = write_report(tmp_path / "x.json", fingerprint(files.checkpoint))
+    path = write_report(tmp_path / "x.json", weights_digest(files.checkpoint))
     whole = json.loads(path.read_text())
     for one in whole["findings"]:
         if one["name"] == name:
@@ -624,7 +624,7 @@ def test_a_file_that_is_not_there_is_a_sentence(files, tmp_path, capsys):
 
 def test_a_log_of_other_weights_is_refused(files, tmp_path, capsys):
     """The last stage's says which weights it wrote: an earlier one's are others."""
-    mine, rows = fingerprint(files.checkpoint), files.logs[1].read_text().splitlines()
+    mine, rows = weights_digest(files.checkpoint), files.logs[1].read_text().splitlines()
     logs = {}
     for name, wrote in (("same", mine), ("other", "feedfacefeedface")):
         logs[name] = tmp_path / f"{name}.jsonl"

@@ -12,7 +12,7 @@ from deepinfer.checkpoint.reader import Checkpoint
 from deepinfer.checkpoint.tiny import write_tiny
 from deepinfer.checkpoint.tiny_tokenizer import tiny_tokenizer
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.weights import fingerprint
+from deepinfer.engine.weights import weights_digest
 from experiments.nano.config import Backbone, Drafter, small_config
 from experiments.nano.train import agreement, backbone, drafter, ship, stages, weights
 from experiments.nano.train.log import read
@@ -211,8 +211,8 @@ def test_a_log_ends_with_the_fingerprint_of_what_was_written(
     assert stages.main([*begin, *more]) == 0
     last = read(tmp_path / "out" / "log.jsonl")[-1]
     assert last["stage"] == "written"
-    assert last["stored"] == fingerprint(Checkpoint.open(tmp_path / "out" / "stored"))
-    assert last["stored"] != fingerprint(Checkpoint.open(trained / "stored"))
+    assert last["stored"] == weights_digest(Checkpoint.open(tmp_path / "out" / "stored"))
+    assert last["stored"] != weights_digest(Checkpoint.open(trained / "stored"))
 
 
 def test_a_corpus_without_renamed_text_is_refused_where_it_is_wanted(call, work, tmp_path):

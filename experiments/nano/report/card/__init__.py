@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deepinfer.checkpoint import nano
 from deepinfer.checkpoint.reader import Checkpoint
-from deepinfer.engine.weights import fingerprint
+from deepinfer.engine.weights import weights_digest
 from experiments.nano import WORK
 from experiments.nano.report.card import figures, model, training
 from experiments.nano.report.card.inputs import Results, Runs, read_runs, there
@@ -99,7 +99,7 @@ def card(
 
 def doubts(checkpoint: Checkpoint, results: Results, runs: Runs) -> list[str]:
     """Why the results are not this checkpoint's figures, and the last log not its training's."""
-    found, facts, mine = [], results.facts, fingerprint(checkpoint)
+    found, facts, mine = [], results.facts, weights_digest(checkpoint)
     wrote = runs.last.stored if runs.last else None  # older logs do not say
     if wrote not in (None, mine):
         found.append(f"the last stage's log is of weights {wrote}, the checkpoint is {mine}")
