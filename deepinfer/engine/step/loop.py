@@ -87,7 +87,9 @@ class Loop:
             words = token_bytes(self.tokenizer, vocab)
             request.compiled = rt.slots["grammar"].compile(params.grammar, words)
             request.grammar = request.compiled.start()
-        request.plan = rt.replay_plan(Prompt(len(ids), wants_all_logits=params.prompt_logprobs))
+        prompt = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
+        request.plan = rt.replay_plan(prompt)
+        request.prefix.cold = (prompt, request.plan)
         if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
             raise ValueError(
                 f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below "
