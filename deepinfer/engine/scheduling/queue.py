@@ -15,7 +15,7 @@ class RequestQueue(MutableSequence[Request]):
 
     O(1): `append`, `appendleft`, `popleft`, `pop`, `remove`, `in`, `len`, [0] and [-1]. Any other
     index, and `insert`, cost its distance from the nearer end. Adding a request that is already
-    there moves it.
+    there moves it; assigning one to an index lets two change places.
     """
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
@@ -50,6 +50,8 @@ class RequestQueue(MutableSequence[Request]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         held = list(self)
+        if not isinstance(index, slice) and value in self:  # two requests change places
+            held[held.index(value)] = held[index]
         held[index] = value
         self._held = OrderedDict.fromkeys(held)
 
