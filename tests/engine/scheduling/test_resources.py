@@ -286,4 +286,4 @@ def test_a_subclass_may_assign_any_order():
     assert [r.id for r in s.waiting] == [2, 0, 1] and isinstance(s.waiting, RequestQueue)
     assert s.waiting[0].id == 2 and s.waiting[-1].id == 1
     s.waiting[0], s.waiting[2] = s.waiting[2], s.waiting[0]
-    assert s.schedule().scheduled[0].request.id == s.running[0].id
+    assert s.schedule().scheduled[0].id == s.running[0].id
