@@ -90,9 +90,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 
 RATCHET = {
-    "largest circle of top": 4,
-    "largest circle of top and lazy": 6,
-    "largest circle of top, lazy and typing": 9,
+    "largest circle of top": 0,
+    "largest circle of top and lazy": 5,
+    "largest circle of top, lazy and typing": 6,
     "arrows up of top": 2,
     "arrows up of lazy": 2,
     "arrows up of typing": 3,

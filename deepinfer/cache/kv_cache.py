@@ -1,10 +1,11 @@
 """KVCache: the storage behind every layer of one engine, sized from the attention slot's KVSpec.
 
     block KV   per KV-source layer: compressed entries and index keys, in pages of `page_size` tokens
-    state KV   per layer: a ring of window + backtracking key records a sequence; per ratio>1 source:
-               the values and gates of the last tokens (the open group); per drafter layer: a ring
-Everything is addressed by position, so rolling back to an accepted length is setting that length.
-Sizes of the release: 528 B a window record, 288 + 68 B an entry, 890 B of block KV a token.
+    state KV   per layer, drafter layers too: a ring of window + backtracking key records a sequence;
+               per source of ratio > 1: the values and gates of the last tokens (the open group)
+Records are addressed by position (`cache.addressing`), so setting a sequence back to its accepted
+length is all that a rollback does. Sizes of the release: 528 B a window record, 288 + 68 B an
+entry, 890 B of block KV a token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from deepinfer.slots.protocols import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """How much to hold. ring = window + backtracking slots; packed: records as the official bytes."""
+    """num_pages, num_states: without the spare ones; page_size: in tokens; backtracking: tokens that
+    a verification may step back; packed: store records as the official bytes."""
 
     num_pages: int
     num_states: int
@@ -31,7 +33,8 @@ class CacheSize:
 
 
 class KVCache:
-    """Storage for `size.num_pages` pages and `size.num_states` sequences (number 0 of each is spare)."""
+    """Storage for `size.num_pages` pages and `size.num_states` sequences; number 0 of each is spare.
+    ring: records of a window ring; group_ring: tokens of an open-group ring."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class KVCache:
                 self.groups[layer] = Records(store, None, layout)
 
     def entries_per_page(self, ratio: int) -> int:
+        """Compressed entries of a page, for a source of this ratio."""
         return self.size.page_size // ratio
 
     def _records(

@@ -1,4 +1,4 @@
-"""Numbers that are handed out: state slots (Pool) and pages of block KV (PageManager).
+"""Numbers that are handed out: state ids (Pool) and pages of block KV (PageManager).
 
 Neither knows what is stored under a number. Number 0 means 'none': writes that must go nowhere land
 there, and padding rows point at it.

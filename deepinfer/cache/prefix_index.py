@@ -1,10 +1,10 @@
-"""Prefix cache: which pages of block KV and which window snapshots earlier sequences have left.
+"""PrefixIndex: the pages of block KV and the window snapshots that earlier sequences have left.
 
-A page is found by its key (`page_keys`). Pages and snapshots are kept apart and evicted apart:
+A page is found by its key (`page_keys`). Pages and snapshots are stored and evicted separately:
 
-    pages      key of a page -> the page. The PageManager says which one goes, least recently used
-               first. A page whose parent went first stays until its own turn: a lookup walks from
-               the root, so it is out of reach until the parent is registered again, and right then
+    pages      key of a page -> the page. The PageManager reclaims them least recently used first.
+               A page whose parent was reclaimed stays until its own turn. A lookup walks from the
+               root and cannot reach it until the parent is registered again; then it is valid
     snapshots  key of the page that ends at a position -> the window rows there, in a byte budget
 """
 
@@ -28,10 +28,11 @@ V = TypeVar("V")
 
 
 class Store(Protocol[V]):
-    """Where values are kept by key. Keys are made by this module; a value has `exact`.
+    """Values by key: the seam for stores in other memory. PrefixIndex makes the keys; a value has a
+    field `exact`.
 
-    get: the value or None, counting as a use. put: keep it, in place of an earlier one; False where
-    it did not fit. evict: drop it; a key that is not there is no error. clear: drop all.
+    get: the value or None; counts as a use. put: store a value in place of an earlier one; False if
+    it does not fit. evict: drop a value; an unknown key is no error. clear: drop all values.
     """
 
     def get(self, key: bytes) -> V | None: ...
@@ -44,21 +45,22 @@ class Store(Protocol[V]):
 
 
 class Peekable(Store[V], Protocol[V]):
-    """A store that evicts by use. peek: the value or None, not counted as one; a store that keeps
-    values elsewhere fetches none for it."""
+    """A store that evicts by use. peek: the value or None; does not count as a use, and does not
+    fetch a value from other memory."""
 
     def peek(self, key: bytes) -> V | None: ...
 
 
 class HeldPage(NamedTuple):
-    """A page whose content is known. exact: no row in it was computed on an approximate window."""
+    """A page whose content is known. exact: no row was computed on an approximate window."""
 
     page: int
     exact: bool = True
 
 
 class PageStore:
-    """Pages of one engine by key, and the PageManager's knowledge of which pages are known."""
+    """Pages of one engine by key; tells the PageManager which pages are known. changes: grows with
+    every change of what `get` returns; reclaimed: pages that had to make room."""
 
     def __init__(self, pages: PageManager) -> None:
         if pages.on_reclaim is not None:
@@ -69,7 +71,7 @@ class PageStore:
         self.pages = pages
         self._held: dict[bytes, HeldPage] = {}
         self._keys: dict[int, bytes] = {}
-        self.reclaimed = 0  # how many pages had to make room
+        self.reclaimed = self.changes = 0
         pages.on_reclaim = self._reclaim
 
     def __len__(self) -> int:
@@ -79,8 +81,8 @@ class PageStore:
         return self._held.get(key)
 
     def put(self, key: bytes, value: HeldPage) -> bool:
-        """False for a page that is there already: what is held as inexact stays so. Raises
-        RuntimeError for a page that nobody holds or that is known under another key."""
+        """False if this page is there already; one that is inexact stays so. Raises RuntimeError for
+        a page that no request holds, or that is known under another key."""
         other = self._keys.get(value.page, key)
         if other != key:
             raise RuntimeError(
@@ -91,6 +93,7 @@ class PageStore:
         if old is not None and old.page == value.page:
             return False
         self.pages.keep(value.page)
+        self.changes += 1
         self.evict(key)
         self._held[key], self._keys[value.page] = value, key
         return True
@@ -102,14 +105,16 @@ class PageStore:
             self.pages.forget(page)
 
     def clear(self) -> None:
-        """Nothing is known any more: cached pages are free, used ones when they are given back."""
+        """No page is known any more: cached ones are free now, used ones when they are given back."""
+        self.changes += 1
         self._held, self._keys = {}, {}
         self.pages.know(())
         self.pages.recount()
 
     def recover(self) -> None:
-        """After an interrupt anywhere: what only one of the tables knows is known no more. Tell the
-        PageManager who holds what (`recount`) afterwards."""
+        """After an interrupt anywhere: forget pages that only one of the two tables has. Call the
+        PageManager's `recount` afterwards."""
+        self.changes += 1
         both = {p: k for p, k in self._keys.items() if k in self._held and self._held[k].page == p}
         self._held = {k: self._held[k] for k in both.values()}
         self._keys = both
@@ -120,11 +125,12 @@ class PageStore:
         self._drop(page)
 
     def _drop(self, page: int) -> None:
+        self.changes += 1
         del self._held[self._keys.pop(page)]
 
 
 class Sized(Protocol):
-    """What SnapshotStore keeps: anything that says its bytes, and which of two is worth more."""
+    """What SnapshotStore keeps: a value with its bytes, and a rank by which two compare."""
 
     @property
     def exact(self) -> bool: ...
@@ -140,14 +146,14 @@ S = TypeVar("S", bound=Sized)
 
 
 class SnapshotStore(Generic[S]):
-    """Snapshots by key, at most `budget` bytes of them; the least recently used go first."""
+    """Snapshots by key, at most `budget` bytes; the least recently used are evicted first. changes:
+    grows with every change of what `get` returns; evicted: snapshots that had to make room."""
 
     def __init__(self, budget: int) -> None:
         if budget < 0:
             raise ValueError(f"a budget of {budget} bytes for snapshots: want 0 (none) or more")
         self.budget = budget
-        self.nbytes = 0
-        self.evicted = 0  # how many had to make room
+        self.nbytes = self.evicted = self.changes = 0
         self._held: OrderedDict[bytes, S] = OrderedDict()
 
     def __len__(self) -> int:
@@ -167,7 +173,7 @@ class SnapshotStore(Generic[S]):
         return self._held.get(key)
 
     def put(self, key: bytes, value: S) -> bool:
-        """False, and nothing is evicted, where the value alone is larger than the budget."""
+        """False, evicting nothing, if the value alone is larger than the budget."""
         if value.nbytes > self.budget:
             return False
         self.evict(key)
@@ -175,30 +181,40 @@ class SnapshotStore(Generic[S]):
             self.evict(next(iter(self._held)))
             self.evicted += 1
         self._held[key] = value
+        self.changes += 1
         self.nbytes += value.nbytes
         return True
 
     def evict(self, key: bytes) -> None:
         if (old := self._held.pop(key, None)) is not None:
+            self.changes += 1
             self.nbytes -= old.nbytes
 
     def clear(self) -> None:
         self._held.clear()
+        self.changes += 1
         self.nbytes = 0
 
     def recover(self) -> None:
-        """After an interrupt anywhere: the bytes are those of what is held."""
+        """After an interrupt anywhere: count the bytes again."""
+        self.changes += 1
         self.nbytes = sum(s.nbytes for s in self._held.values())
 
 
-# ----------------------------------------------------------------------------------------- cache
+def improves(store: Peekable[Sized], key: bytes, rank: Any) -> bool:
+    """Whether a snapshot of this rank is worth more than the one that a store has, if any."""
+    old = store.peek(key)
+    return old is None or rank > old.rank
+
+
+# ----------------------------------------------------------------------------------------- index
 
 
 class PrefixMatch(NamedTuple):
-    """What is known of a prompt. pages: of its first `length` tokens; snapshots: the window rows at
-    positions <= length, highest first; exact: all pages are.
+    """What is known of a prompt. pages: those of its first `length` tokens; snapshots: at positions
+    <= length, highest first; exact: whether all pages are.
 
-    It is a finding, nothing is held by it: `pin` the pages before the next `take`."""
+    It holds nothing: `pin` the pages before the next `take`."""
 
     pages: tuple[int, ...] = ()
     length: int = 0
@@ -210,13 +226,13 @@ class PrefixIndex:
     """Pages and snapshots by the content of the prefix they end. Lengths and positions in tokens.
 
         keys = cache.keys(prompt, salt=salt)
-        hit = cache.lookup(keys, len(prompt) - window - backtracking)
+        hit = cache.lookup(keys, len(prompt) - config.ring_length)
         pages.pin(hit.pages)
         ...                              # the rows behind the hit run
         cache.register(keys, request.pages, exact=plan.exact and hit.exact)
 
-    A lookup is limited because the rows behind a hit have to fill the drafter's window before the
-    first draft, and give the logits of the last prompt token.
+    A lookup has a limit, because the rows behind a hit fill the drafter's window before the first
+    draft and give the logits of the last prompt token.
     """
 
     def __init__(
@@ -241,8 +257,8 @@ class PrefixIndex:
         images: Sequence[ImageSpan] = (),
         known: Sequence[bytes] = (),
     ) -> list[bytes]:
-        """Keys of all full pages of `ids`. known: keys of its first pages, from an earlier call for
-        the same sequence, which are not computed again."""
+        """Keys of all full pages of `ids`. known: keys of its first pages from an earlier call for
+        the same sequence; they are not computed again."""
         size, full = self.page_size, full_pages(len(ids), self.page_size)
         keys = list(known[:full])
         parent = keys[-1] if keys else root_key(self.model, salt, adapter, self.generation)
@@ -252,16 +268,15 @@ class PrefixIndex:
         return keys
 
     def clear(self) -> None:
-        """Forget everything. Keys made before never name anything again: do not register with
-        them, make new ones."""
+        """Forget everything. Earlier keys never match again: make new ones before you register."""
         self.generation += 1  # first: what an interrupt leaves behind is not found
         self.pages.clear()
         self.snapshots.clear()
 
     def lookup(self, keys: Sequence[bytes], limit: int, *, exact: bool = True) -> PrefixMatch:
-        """The longest run of known pages of at most `limit` tokens, and the snapshots at their
-        ends (`snapshots.get` the one that is used). exact: nothing computed on an approximate
-        window is served."""
+        """The longest run of known pages of at most `limit` tokens, and the snapshots at their ends;
+        `snapshots.get` the one that is used. exact: serve no page or snapshot that was computed on
+        an approximate window."""
         found: list[HeldPage] = []
         for key in keys[: full_pages(limit, self.page_size)]:
             held = self.pages.get(key)
@@ -274,9 +289,9 @@ class PrefixIndex:
         return PrefixMatch(pages, len(pages) * self.page_size, some, all(h.exact for h in found))
 
     def register(self, keys: Sequence[bytes], pages: Sequence[int], *, exact: bool = True) -> int:
-        """The content of these used pages is now known: pages[i] holds what keys[i] says, up to the
-        shorter of both. Every position of them must be computed: a row of a draft that was not
-        accepted is none. Returns how many are new: of two pages with the same content the first
+        """The content of these used pages is known from now on: keys[i] names what is in pages[i],
+        up to the shorter of both lists. Every position in them must be computed, and by a row that
+        was accepted. Returns how many pages are new: of two pages with the same content the first
         stays, unless only the second is exact."""
         new = 0
         for key, page in zip(keys, pages):
@@ -284,16 +299,3 @@ class PrefixIndex:
             if old is None or exact > old.exact:
                 new += self.pages.put(key, HeldPage(page, exact))
         return new
-
-    def register_snapshot(self, keys: Sequence[bytes], snapshot: Snapshot) -> bool:
-        """Keep the window rows at one of the boundaries of the sequence with these page keys."""
-        pages, rest = divmod(snapshot.position, self.page_size)
-        if rest or not 1 <= pages <= len(keys):
-            raise ValueError(
-                f"a snapshot at position {snapshot.position} of a sequence with {len(keys)} full "
-                f"pages of {self.page_size} tokens: want one of the boundaries {self.page_size} to "
-                f"{len(keys) * self.page_size}"
-            )
-        old = self.snapshots.peek(keys[pages - 1])
-        worth = old is None or snapshot.rank > old.rank
-        return worth and self.snapshots.put(keys[pages - 1], snapshot)

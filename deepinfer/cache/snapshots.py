@@ -12,7 +12,7 @@ cut ran no such rows, or ran them on an approximate window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,21 +80,20 @@ class Snapshot:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Which of two snapshots of the same prefix is worth more."""
-        return self.exact, self.layers
+        """Of two snapshots of one prefix the higher rank is worth more (`snapshot_rank`)."""
+        return snapshot_rank(self.exact, self.layers)
 
     @property
     def nbytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in self.windows)
 
     def to(self, device: torch.device | str) -> Snapshot:
-        """The same on another device, as a store in host memory wants it."""
-        rows = tuple(w.to(device) for w in self.windows)
-        return Snapshot(self.position, rows, self.exact, self.floor)
+        """A copy on another device, for a store in host memory."""
+        return replace(self, windows=tuple(w.to(device) for w in self.windows))
 
     def first(self, layers: int) -> Snapshot:
-        """The same of the first `layers` layers alone."""
-        return Snapshot(self.position, self.windows[:layers], self.exact, self.floor)
+        """The snapshot without the rows of later layers."""
+        return replace(self, windows=self.windows[:layers])
 
     def restore(self, cache: KVCache, state: int, position: int) -> None:
         """Write the rows into the rings of slot `state`, whose sequence then goes on at `position`.
@@ -127,6 +126,11 @@ class Snapshot:
                     f"{found[0]}, the ring stores {want[1]} {want[0]}: pass the last {n} rows as "
                     "they are stored"
                 )
+
+
+def snapshot_rank(exact: bool, layers: int) -> tuple[bool, int]:
+    """What a snapshot is worth: an exact one more than an approximate one, then more layers more."""
+    return exact, layers
 
 
 def snapshot_bytes(cache: KVCache, layers: int | None = None) -> int:

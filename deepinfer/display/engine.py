@@ -14,12 +14,12 @@ from deepinfer.display.numbers import counted, fmt, size
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
-    from deepinfer.engine.engine import Engine
+    from deepinfer.engine.inspection import EngineInspection
 
 ELSEWHERE = ("device", "dtype", "fidelity")  # shown in a line of their own
 
 
-def engine_text(eng: Engine) -> str:
+def engine_text(eng: EngineInspection) -> str:
     """A head line that says whether the engine is exact, then a line a fact."""
     layers = f"{layers_text(eng.config)} ({roles_text(eng.config)})"
     facts = {"model": _model(eng.config), "layers": layers, **_facts(eng)}
@@ -27,7 +27,7 @@ def engine_text(eng: Engine) -> str:
     return "\n".join([*lines, *(f"  {name:<9} {value}" for name, value in facts.items())])
 
 
-def engine_html(eng: Engine) -> str:
+def engine_html(eng: EngineInspection) -> str:
     """The layers with their roles, the slots, and where the bytes are."""
     approximate = set(eng.approximate_slots)
     facts: dict[str, object] = dict(_facts(eng))
@@ -56,11 +56,11 @@ def slot_text(obj: Any) -> str:
     return f"{type(obj).__name__}({', '.join(f'{k}={v!r}' for k, v in plain.items())})"
 
 
-def slot_texts(eng: Engine) -> dict[str, str]:
+def slot_texts(eng: EngineInspection) -> dict[str, str]:
     return {name: slot_text(value) for name, value in eng.slots.items()}
 
 
-def changes(a: Engine, b: Engine) -> str:
+def changes(a: EngineInspection, b: EngineInspection) -> str:
     """In which weights, slots and settings b differs from a: 'attention=Dense(), fidelity=0'."""
     out = [] if a.fingerprint == b.fingerprint else [f"weights={_source(b)} ({b.fingerprint})"]
     slots = slot_texts(a)
@@ -76,7 +76,7 @@ def changes(a: Engine, b: Engine) -> str:
     return ", ".join(out)
 
 
-def _facts(eng: Engine) -> dict[str, str]:
+def _facts(eng: EngineInspection) -> dict[str, str]:
     weights = f"{_count(_parameters(eng.config))} parameters, fingerprint {eng.fingerprint}"
     facts = {"weights": weights, "runs": _runs(eng)}
     if changed := _changed(eng):
@@ -88,13 +88,13 @@ def _facts(eng: Engine) -> dict[str, str]:
     return facts
 
 
-def _source(eng: Engine) -> str:
+def _source(eng: EngineInspection) -> str:
     """The name of what was loaded, without the folders that it was found in."""
     source = eng._shared.source
     return PurePath(source).name if PurePath(source).is_absolute() else source
 
 
-def _state(eng: Engine) -> str:
+def _state(eng: EngineInspection) -> str:
     """'exact', or 'approximate: attention (Dense)'."""
     named = (f"{n} ({type(eng.slots[n]).__name__})" for n in eng.approximate_slots)
     state = "exact" if eng.exact else f"approximate: {', '.join(named)}"
@@ -130,15 +130,15 @@ def _count(n: int) -> str:
     return str(n)
 
 
-def _dtype(eng: Engine) -> str:
+def _dtype(eng: EngineInspection) -> str:
     return str(eng.model.dtype).removeprefix("torch.")
 
 
-def _runs(eng: Engine) -> str:
+def _runs(eng: EngineInspection) -> str:
     return f"{eng.model.device}, {_dtype(eng)}, fidelity {eng.settings.fidelity}"
 
 
-def _changed(eng: Engine) -> str:
+def _changed(eng: EngineInspection) -> str:
     """The settings that are not the default."""
     changed = [
         f"{f.name}={getattr(eng.settings, f.name)!r}"
@@ -148,7 +148,7 @@ def _changed(eng: Engine) -> str:
     return ", ".join(changed)
 
 
-def _memory(eng: Engine) -> str:
+def _memory(eng: EngineInspection) -> str:
     rows: list[dict[str, Any]] = eng.memory.rows
     total = {"weights": 0, "cache": 0}
     for row in rows:
@@ -157,7 +157,7 @@ def _memory(eng: Engine) -> str:
     return f"weights {size(total['weights'])} (shared), cache {cache}"
 
 
-def _steps(eng: Engine) -> str:
+def _steps(eng: EngineInspection) -> str:
     """What was computed so far; '' before the first step of a request."""
     s = eng.stats
     if not s.steps:
@@ -172,7 +172,7 @@ def _steps(eng: Engine) -> str:
     return said
 
 
-def _kinds(eng: Engine) -> str:
+def _kinds(eng: EngineInspection) -> str:
     """How many ops ran which kind of implementation: '14 own, 3 reference'."""
     from deepinfer import kernels
 
@@ -189,7 +189,7 @@ def _ran(rows: list[dict[str, Any]]) -> html.Html:
     return html.table(("op", "implementation", "calls"), cells, numeric=("calls",))
 
 
-def _bars(eng: Engine) -> html.Html:
+def _bars(eng: EngineInspection) -> html.Html:
     rows: list[dict[str, Any]] = eng.memory.rows
     most = max((row["bytes"] for row in rows), default=0) or 1
     cells = [

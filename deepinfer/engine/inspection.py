@@ -10,7 +10,7 @@ from deepinfer.checkpoint.tokenizer import is_panic
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engine import weights
 from deepinfer.engine.background.fair_lock import FairLock, locked
-from deepinfer.engine.prefix.manager import CacheReport
+from deepinfer.engine.prefix.report import CacheReport
 from deepinfer.engine.provenance import facts_of
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.stats.stats import Stats
@@ -161,7 +161,7 @@ class EngineInspection:
 
     def _known(self, id: int) -> Request:
         """A request by its id. KeyError where it has ended, or never was."""
-        requests = self.requests
+        requests = {} if self._loop is None else self._loop.requests  # no copy: an abort is O(1)
         if id in requests:
             return requests[id]
         there = (

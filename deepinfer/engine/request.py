@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.engine.completion import TokenStep
 from deepinfer.engine.sampling_params import SamplingParams
-from deepinfer.slots.protocols import ReplayPlan
+from deepinfer.slots.protocols import Prompt, ReplayPlan
 
 if TYPE_CHECKING:
     from deepinfer.cache.page_keys import ImageSpan
+    from deepinfer.engine.prefix.admission import Admission
 
 
 @dataclass(slots=True)
@@ -25,8 +26,9 @@ class PrefixState:
     exact: nothing of it was computed on an approximate window; edited: a trace has changed values;
     window_from: of each layer the lowest position with window rows; cut, uncut: lowest position of
     its prompt's cut (0: none), how many of the first layers are not cut; cached_tokens: tokens that it
-    did not compute when it began first, None before; generation: of the cache when it began. branch,
-    goal, stride, tail: where it leaves snapshots (see `snapshot_policy`): the end of the pages that others
+    did not compute when it began first, None before; generation: of the cache when it began; cold:
+    (prompt, plan) of the replay policy with nothing cached; matched: (state of the cache, answer) of
+    the last `PrefixCacheManager.match`. branch, goal, stride, tail: where it leaves snapshots (see `snapshot_policy`): the end of the pages that others
     had, of its prefill, what lies between spare ones, its tail."""
 
     salt: str | None = None
@@ -41,6 +43,8 @@ class PrefixState:
     uncut: int = 0
     cached_tokens: int | None = None
     generation: int = 0
+    cold: tuple[Prompt, ReplayPlan] | None = None
+    matched: tuple[Any, Admission] | None = None
     branch: int = 0
     goal: int = 0
     stride: int = 0

@@ -1,12 +1,11 @@
-"""What one engine owns: its copies of the slots, its cache, pools, scheduler and counters.
+"""Runtime: what one engine owns. Its copies of the slots, cache, pools, scheduler and counters.
 
-Made at the first step and freed by close(), so that an engine costs nothing until it runs and two
-engines over the same weights share nothing else.
+It is made when the engine first runs and freed by close(). So an engine that never runs takes no
+cache, and two engines over the same weights share only the weights.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from deepinfer import kernels
@@ -14,6 +13,7 @@ from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
 from deepinfer.engine.device import make_device
 from deepinfer.engine.prefix.manager import PrefixCacheManager
+from deepinfer.engine.replay import ReplayPlanner
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
@@ -29,7 +29,8 @@ from deepinfer.slots.verifier.cost import CostCurve
 
 
 class Runtime:
-    """Everything of an engine that is not weights or settings. edits: of the weights."""
+    """Everything of an engine that is not weights or settings. slots: started copies; edits: of the
+    weights. Raises MemoryError, before memory is taken, if the cache does not fit the device."""
 
     def __init__(
         self,
@@ -52,17 +53,24 @@ class Runtime:
             "Lower max_num_seqs, max_model_len or num_pages.",
         )
         self.pages = PageManager(self.limits.pages)
-        self.states = Pool("state slots", self.limits.seqs + 1)  # one for teacher-forced passes
+        self.states = Pool("state ids", self.limits.seqs + 1)  # one for teacher-forced passes
         self.cache = make_cache(
             self.config, settings, self.slots, self.limits, model.dtype, model.device
         )
-        self._told_of_little = False
+        self.planner = ReplayPlanner(self.replay, self.config)
         self.prefix_cache: PrefixCacheManager | None = None
         if settings.prefix_cache:
             self.prefix_cache = PrefixCacheManager(
-                self, edits.fingerprint, snapshot_budget(settings, self.limits, self.cache)
+                config=self.config,
+                limits=self.limits,
+                pages=self.pages,
+                cache=self.cache,
+                replay=self.planner,
+                device=self.device,
+                edits=edits,
+                model=edits.fingerprint,
+                snapshot_budget=snapshot_budget(settings, self.limits, self.cache),
             )
-            self._warn_of_no_reuse()
         self.resources = Resources(
             self.pages,
             self.states,
@@ -87,7 +95,7 @@ class Runtime:
 
     @property
     def cost(self) -> CostCurve:
-        """What a step of so many rows costs, for the verifier's budget."""
+        """Cost of a step by its number of rows, for the verifier's budget."""
         return getattr(self.verifier, "cost", None) or CostCurve()
 
     @property
@@ -99,57 +107,12 @@ class Runtime:
         return self.slots["replay"]
 
     def replay_plan(self, prompt: Prompt) -> ReplayPlan:
-        """The replay slot's plan for a prompt. Raises ValueError where it breaks a law, TypeError where
-        it is none."""
-        c = self.config
-        plan = self.replay.plan(prompt, c)
-        if not isinstance(plan, ReplayPlan):
-            raise TypeError(f"replay {self.replay!r}.plan returned {plan!r}: want a ReplayPlan")
-        if self.replay.exact and not plan.exact:
-            raise ValueError(
-                f"replay {self.replay!r} promises to be exact and made a plan that is not "
-                f"({plan.why}): set exact = False in its class"
-            )
-        try:
-            plan.validate(prompt, c.num_hidden_layers, c.kv_source_layer_ids)
-        except ValueError as error:
-            raise ValueError(f"replay {self.replay!r}, {prompt}: {error}") from None
-        self._warn_of_little(prompt, plan)
-        return plan
-
-    def _warn_of_little(self, prompt: Prompt, plan: ReplayPlan) -> None:
-        """Once, where a plan leaves less than decoding may look back to: `Bounded` refuses that
-        when it starts, a policy of somebody's own may not."""
-        needs = self.config.ring_length
-        left = prompt.length - max(*plan.floor, plan.rows_from[-1])
-        if self._told_of_little or left >= min(needs, prompt.length):
-            return
-        self._told_of_little = True
-        warnings.warn(
-            f"replay {self.replay!r} leaves {left} rows at the end of a prompt of {prompt.length}; "
-            f"decoding looks back up to {needs} (the window and backtracking of this model), so the "
-            "windows behind the prompt are short: di.check(policy, config=eng.config) shows where",
-            stacklevel=2,
-        )
-
-    def _warn_of_no_reuse(self) -> None:
-        """A policy that cuts prompts and begins at nothing that they leave."""
-        length, page = self.limits.model_len - 1, self.limits.page_size
-        cut, layers = self.prefix_cache.cut, self.prefix_cache.uncut
-        hit = min(length // 2, cut) // page * page
-        behind = Prompt(length, hit, 0, states=((hit, layers),) if hit and layers else ())
-        if cut and hit and not self.replay_plan(behind).write_from:
-            warnings.warn(
-                f"prefix_cache=True with replay {self.replay!r}: a prompt that is cut leaves the "
-                f"window rows of its first {layers} layers only, and this policy begins neither "
-                "there (Prompt.state_for) nor behind a hit without any (as Bounded(sides='both') "
-                "does), so no long prompt will begin behind another",
-                stacklevel=2,
-            )
+        """The replay slot's plan for a prompt, checked; errors as of `ReplayPlanner.plan`."""
+        return self.planner.plan(prompt)
 
     @property
     def ops(self) -> Ops:
-        """The engine's kernels under the `kernels.use` blocks in force now."""
+        """The engine's kernels, under the `kernels.use` blocks that are open now."""
         self._ops = self._ops.current()
         return self._ops
 
@@ -160,6 +123,7 @@ class Runtime:
         on_window_write: OnWindowWrite | None = None,
         row_check: RowCheck | None = None,
     ) -> ForwardContext:
+        """What one forward over `batch` carries besides rows; see `ForwardContext`."""
         return ForwardContext(
             config=self.config,
             batch=batch,

@@ -67,7 +67,8 @@ class Settings(Changes, total=False):
 def split_settings(
     given: Any, base: EngineConfig | None = None, slots: dict[str, Any] | None = None
 ) -> tuple[EngineConfig, dict[str, Any]]:
-    """(EngineConfig, slots) from keywords over a base. TypeError with did-you-mean for unknown ones."""
+    """(EngineConfig, slots) from keywords over a base. Raises TypeError, with the nearest name, for an
+    unknown keyword."""
     fields = {f.name for f in dataclasses.fields(EngineConfig)}
     for name in given:
         if name not in fields and name not in SLOTS:
@@ -79,7 +80,7 @@ def split_settings(
             )
             raise TypeError(f"an engine has no slot or setting {name!r}: {hint}")
     settings = {k: v for k, v in given.items() if k in fields}
-    if not isinstance(settings.get("scheduler", ""), str):  # an engine's is a copy of its own
+    if not isinstance(settings.get("scheduler", ""), str):  # so that no two engines share one
         settings["scheduler"] = copy.copy(scheduler.resolve(settings["scheduler"]))
     if given.get("prefix_cache") is False:  # and what belongs to it
         settings.setdefault("num_snapshots", None)
@@ -112,7 +113,7 @@ def start_slots(
 
 
 def require_invariant(slots: dict[str, Any], device: torch.device) -> None:
-    """ValueError naming the slots that do not promise bits independent of the batch, or a device
+    """Raises ValueError naming the slots that do not promise bits independent of the batch, or a device
     whose matrix library does not keep them (on an H200 float32 log-probabilities differed)."""
     if device.type != "cpu":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sizes an engine runs with: limits after defaults, the cache, the snapshot budget."""
+"""Sizing: the limits an engine runs with, after defaults; its cache; its snapshot budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes an engine runs with, after defaults. Lengths in tokens."""
+    """The sizes that an engine runs with, after defaults. model_len: most tokens of a sequence;
+    seqs: most sequences that run at once; rows: most rows of a step, drafts included; page_size:
+    tokens of a page; pages: of block KV; lookahead: most drafts of a sequence in one step."""
 
     model_len: int
     seqs: int
@@ -28,7 +30,8 @@ class Limits:
 
     @property
     def backtracking(self) -> int:
-        """How far back a ring must still hold keys: one step's drafts and its anchor row."""
+        """Tokens that a verification of this engine may step back: the drafts of a step and one. At
+        most `ModelConfig.backtracking`."""
         return self.lookahead + 1
 
     @staticmethod
@@ -57,19 +60,26 @@ class Limits:
         seqs = settings.max_num_seqs
         per_seq = pages_of(model_len + max_draft, page)
         rows = settings.max_num_batched_tokens or max(model_len, seqs * (1 + max_draft))
-        return Limits(model_len, seqs, rows, page, settings.num_pages or seqs * per_seq, max_draft)
+        return Limits(
+            model_len=model_len,
+            seqs=seqs,
+            rows=rows,
+            page_size=page,
+            pages=settings.num_pages or seqs * per_seq,
+            lookahead=max_draft,
+        )
 
 
 def cache_size(settings: EngineConfig, limits: Limits, device: torch.device) -> CacheSize:
-    """Packed records by default where memory is dear, float records on a CPU; always floats at
-    fidelity 0, which rounds nothing. One state slot more than sequences: for teacher-forced passes."""
+    """How much the cache holds. Records are packed by default, and floats on a CPU and at fidelity 0,
+    which rounds nothing. There is one state id more than sequences, for teacher-forced passes."""
     packed = device.type != "cpu" if settings.packed_cache is None else settings.packed_cache
     return CacheSize(
-        limits.pages,
-        limits.seqs + 1,
-        limits.page_size,
-        limits.backtracking,
-        packed and settings.fidelity >= 1,
+        num_pages=limits.pages,
+        num_states=limits.seqs + 1,
+        page_size=limits.page_size,
+        backtracking=limits.backtracking,
+        packed=packed and settings.fidelity >= 1,
     )
 
 
@@ -82,7 +92,8 @@ def make_cache(
     device: torch.device,
     on: torch.device | None = None,
 ) -> KVCache:
-    """The cache of an engine; `on` a meta device only its sizes."""
+    """The cache of an engine. on: the device of its storage if it is another one; a meta device gives
+    the sizes without memory."""
     specs = [slots["attention"].kv_spec(config, i) for i in range(len(config.compress_ratios))]
     return KVCache(
         config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device
@@ -96,7 +107,7 @@ def cache_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, int]:
-    """Bytes by component of the cache an engine would make, without taking them."""
+    """Bytes by component of the cache that an engine would make; takes no memory."""
     limits = Limits.of(settings, config, slots["verifier"].max_draft)
     cache = make_cache(config, settings, slots, limits, dtype, device, torch.device("meta"))
     if settings.prefix_cache:
@@ -107,13 +118,13 @@ def cache_bytes(
 def snapshot_budget(settings: EngineConfig, limits: Limits, cache: KVCache) -> int:
     """Most bytes of window snapshots that the prefix cache holds.
 
-    One is window * layers records: 128 * 40 * 528 B = 2.58 MiB in the release, 192 KiB in nano
-    (64 * 12 rows of 64 floats); those of a prompt that is cut are of the first layers only. The
-    default, 8 for each of max_num_seqs (16) sequences, is then 330 MiB and 24 MiB. In the release a
-    request keeps up to 4 of its own (repeat and tail) and up to 3 where it branches off, which many
-    share. 3 are planned for spare ones: whoever differs first somewhere inside a prompt computes
-    less than half of it again. With smaller pages a tail has more ends, and the default is as many
-    more.
+    A snapshot is window * layers records: 128 * 40 * 528 B = 2.58 MiB in the release, 192 KiB in
+    nano (64 * 12 rows of 64 floats); a prompt that is cut leaves only the first layers. The default
+    is 8 snapshots for each of max_num_seqs (16) sequences, so 330 MiB and 24 MiB. In the release a
+    request keeps up to 4 of its own (repeat and tail), and up to 3 at its branch, which many
+    requests share. 3 are planned for spare ones: a prompt that differs somewhere inside computes
+    less than half of it again. With smaller pages a tail has more page ends, and the default grows
+    by as many.
     """
     c, count = cache.config, settings.num_snapshots
     if count is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from deepinfer.cache.addressing import ending_page
 from deepinfer.cache.page_keys import ImageSpan, digest, image_digest, page_key, root_key
 from deepinfer.cache.pages import PageManager
 from deepinfer.cache.prefix_index import (
@@ -15,6 +16,7 @@ from deepinfer.cache.prefix_index import (
     PrefixIndex,
     PrefixMatch,
     SnapshotStore,
+    improves,
 )
 from support.accounting import check_prefix
 
@@ -43,6 +45,12 @@ def places(hit) -> list[int]:
 
 def prefix_cache(size=8, budget=100, page=PAGE) -> PrefixIndex:
     return PrefixIndex(page, PageStore(PageManager(size)), SnapshotStore(budget))
+
+
+def keep(cache, keys, snapshot) -> bool:
+    """Store a snapshot as `SnapshotPolicy.keep` does: if it is worth more than what is there."""
+    key = keys[ending_page(snapshot.position, cache.page_size)]
+    return improves(cache.snapshots, key, snapshot.rank) and cache.snapshots.put(key, snapshot)
 
 
 def pages_of(cache) -> PageManager:
@@ -210,7 +218,7 @@ def test_the_snapshot_of_a_hit_is_the_last_one_in_it():
     cache = prefix_cache()
     keys, _ = stored(cache, list(range(16)))
     for position in (4, 12, 16):
-        assert cache.register_snapshot(keys, Rows(position))
+        assert keep(cache, keys, Rows(position))
     found = [cache.lookup(keys, limit) for limit in (3, 4, 8, 11, 12, 16)]
     assert [places(hit) for hit in found] == [[], [4], [4], [4], [12, 4], [16, 12, 4]]
     cache.pages.evict(keys[2])  # no pages, no use of the snapshots behind
@@ -222,12 +230,12 @@ def test_a_lookup_uses_no_snapshot():
     cache = prefix_cache(budget=20)
     keys, _ = stored(cache, list(range(12)))
     for position in (4, 8):
-        cache.register_snapshot(keys, Rows(position))
+        keep(cache, keys, Rows(position))
     assert places(cache.lookup(keys, 12)) == [8, 4]
-    cache.register_snapshot(keys, Rows(12))
+    keep(cache, keys, Rows(12))
     assert places(cache.lookup(keys, 12)) == [12, 8]
     cache.snapshots.get(keys[1])
-    cache.register_snapshot(keys, Rows(4))
+    keep(cache, keys, Rows(4))
     assert places(cache.lookup(keys, 12)) == [8, 4]
 
 
@@ -235,9 +243,9 @@ def test_of_two_snapshots_the_one_with_more_layers_stays_unless_the_other_is_exa
     cache = prefix_cache()
     keys, _ = stored(cache, list(range(4)))
     for layers, exact, kept in [(2, False, 1), (1, False, 0), (3, False, 1), (2, True, 1)]:
-        assert cache.register_snapshot(keys, Rows(4, exact=exact, layers=layers)) == bool(kept)
-    assert not cache.register_snapshot(keys, Rows(4, exact=False, layers=9))
-    assert cache.register_snapshot(keys, Rows(4, layers=3))
+        assert keep(cache, keys, Rows(4, exact=exact, layers=layers)) == bool(kept)
+    assert not keep(cache, keys, Rows(4, exact=False, layers=9))
+    assert keep(cache, keys, Rows(4, layers=3))
     (left,) = cache.lookup(keys, 4).snapshots
     assert (left.exact, left.layers) == (True, 3)
 
@@ -246,7 +254,7 @@ def test_pages_and_snapshots_are_evicted_apart():
     cache = prefix_cache(budget=20)
     keys, _ = stored(cache, list(range(12)))
     for position in (4, 8, 12):  # 10 bytes each: the first has to go
-        assert cache.register_snapshot(keys, Rows(position))
+        assert keep(cache, keys, Rows(position))
         check_prefix(cache)
     assert (cache.lookup(keys, 12).length, places(cache.lookup(keys, 7))) == (12, [])
     pages_of(cache).take(8)
@@ -277,8 +285,8 @@ def test_an_exact_request_is_never_served_what_is_not():
     cache, ids = prefix_cache(), list(range(12))
     keys, pages = stored(cache, ids[:4])
     stored(cache, ids, exact=False)
-    cache.register_snapshot(keys, Rows(4))
-    cache.register_snapshot(cache.keys(ids), Rows(8, exact=False))
+    keep(cache, keys, Rows(4))
+    keep(cache, cache.keys(ids), Rows(8, exact=False))
     keys = cache.keys(ids)
     hit = cache.lookup(keys, 12)
     assert (hit.pages, places(hit), hit.exact) == ((pages[0],), [4], True)
@@ -290,8 +298,8 @@ def test_an_exact_request_is_never_served_what_is_not():
 def test_an_inexact_snapshot_is_passed_over_for_an_exact_one_below_it():
     cache = prefix_cache()
     keys, _ = stored(cache, list(range(12)))
-    cache.register_snapshot(keys, Rows(4))
-    cache.register_snapshot(keys, Rows(8, exact=False))
+    keep(cache, keys, Rows(4))
+    keep(cache, keys, Rows(8, exact=False))
     assert places(cache.lookup(keys, 12)) == [4]
     hit = cache.lookup(keys, 12, exact=False)
     assert [(s.position, s.exact) for s in hit.snapshots] == [(8, False), (4, True)] and hit.exact
@@ -300,13 +308,13 @@ def test_an_inexact_snapshot_is_passed_over_for_an_exact_one_below_it():
 def test_what_is_exact_replaces_what_is_not_and_is_never_replaced():
     cache, ids = prefix_cache(), list(range(4))
     keys, rough = stored(cache, ids, exact=False)
-    cache.register_snapshot(keys, Rows(4, exact=False))
+    keep(cache, keys, Rows(4, exact=False))
     _, fine = stored(cache, ids)
-    cache.register_snapshot(keys, Rows(4))
+    keep(cache, keys, Rows(4))
     assert rough != fine and cache.lookup(keys, 4)[0] == tuple(fine)
     assert pages_of(cache).cached == 1  # the page that was replaced is free
     stored(cache, ids, exact=False)
-    assert not cache.register_snapshot(keys, Rows(4, exact=False))
+    assert not keep(cache, keys, Rows(4, exact=False))
     hit = cache.lookup(keys, 4)
     assert (hit.pages, places(hit), hit.exact) == (tuple(fine), [4], True)
     assert hit.snapshots[0].exact
@@ -380,10 +388,6 @@ def test_registering_what_cannot_be_is_refused():
         cache.register(other, [2])
     with pytest.raises(RuntimeError, match="page 0 is kept but is 0"):
         cache.register(other, [0])
-    words = "snapshot at position {} of a sequence with 1 full pages of 4 tokens: .* 4 to 4"
-    for position in (0, 3, 5, 8):
-        with pytest.raises(ValueError, match=words.format(position)):
-            cache.register_snapshot(keys, Rows(position))
     with pytest.raises(ValueError, match="already tells another store"):
         PageStore(pages_of(cache))
     check_prefix(cache)
@@ -428,7 +432,7 @@ def test_a_store_of_ones_own_is_four_methods():
     cache = PrefixIndex(PAGE, PageStore(PageManager(4)), HostSnapshots(SnapshotStore(10)))
     keys, _ = stored(cache, list(range(8)))
     for position in (4, 8):
-        cache.register_snapshot(keys, Moving(position))
+        keep(cache, keys, Moving(position))
     assert places(cache.lookup(keys, 8)) == [8, 4]
     assert moves == [(4, "cpu"), (8, "cpu")]  # a lookup fetches nothing
     assert cache.snapshots.get(keys[0]).position == 4  # gone from the device, back from the host
@@ -532,7 +536,7 @@ class Walk:
         if keys:
             at = self.chance.randint(1, len(keys)) * PAGE
             of = (r["salt"], tuple(r["ids"][:at]))
-            self.cache.register_snapshot(keys, Rows(at, self.chance.randint(1, 12), r["exact"], of))
+            keep(self.cache, keys, Rows(at, self.chance.randint(1, 12), r["exact"], of))
 
     def fork(self, r) -> None:
         self.pages.pin(r["pages"])
@@ -642,8 +646,8 @@ def moves(cache, held: list[list[int]]) -> None:
     keys = cache.keys([1, 2, 3, 4, 5, 6, 7, 8])
     cache.register(keys, held[0])
     cache.pages.evict(keys[1])
-    cache.register_snapshot(keys, Rows(8))
-    cache.register_snapshot(keys, Rows(4, nbytes=95))
+    keep(cache, keys, Rows(8))
+    keep(cache, keys, Rows(4, nbytes=95))
     held.append(pages.take(4))
     pages.give(held.pop())
 

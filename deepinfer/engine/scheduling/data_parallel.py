@@ -1,19 +1,20 @@
-"""Data-parallel ranks agree on the kind of a step: all prefill or all decode, the same on every rank.
+"""DataParallel: ranks agree on the kind of each step, prefill or decode, the same on every rank.
 
-Ranks that waited for each other's prompts would decode at half speed, and ranks that never waited
-would prefill one after another while the others idle. So prefill is put to a vote, and only at some
+If ranks waited for each other's prompts, they would decode at half speed. If they never waited, they
+would prefill one after another while the others idle. So the ranks vote on prefill, and only at some
 steps (DeepInfer 0.1.0, csrc/engine/scheduler.hpp):
 
     ALL point   the number of decode steps since the last prefill is divisible by 70, 0 included:
-                prefill where every rank wants to
-    ANY point   it is not 0 and divisible by 100: prefill where some rank wants to (before ALL)
+                prefill if every rank wants to
+    ANY point   the number is not 0 and divisible by 100: prefill if some rank wants to; at a step
+                that is both, this one counts
 
-A second vote asks whether any rank that wanted really has rows. Where none has, the step is a decode
-step and the count goes on: an empty prefill step would set it back to 0, a vote would follow at
-once, and nobody would ever decode.
+A second vote asks whether any rank that wanted to prefill really has rows. If no rank has, the step
+is a decode step and the count goes on. An empty prefill step would set the count back to 0, the next
+step would vote again, and no rank would ever decode.
 
-Added here: where no rank has anything to decode, every point is an ANY point. Counting to 100
-without a row would only pass the time.
+Added here: if no rank has anything to decode, every step is an ANY point. Counting to 100 without a
+row would only pass the time.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from deepinfer.engine.scheduling.scheduler import FCFS
 
 @dataclass(slots=True)
 class DataParallelVotes:
-    """The counting of votes on one rank; a pure state machine, in the same state on every rank.
+    """Counts the votes on one rank: a pure state machine, in the same state on every rank.
 
-    decode_steps: since the last prefill step.
+    all_every, any_every: steps between ALL points and between ANY points; decode_steps: since the
+    last prefill step. Raises ValueError for a distance below 1.
     """
 
     all_every: int = 70
@@ -50,7 +52,7 @@ class DataParallelVotes:
         return "none" if self.decode_steps % self.all_every else "all"
 
     def attempt(self, wants: Sequence[bool], busy: Sequence[bool]) -> bool:
-        """The first vote: do the ranks that want to prefill try to?"""
+        """The first vote: whether the ranks that want to prefill try to. wants, busy: by rank."""
         point = self.point(busy)
         return any(wants) if point == "any" else point == "all" and all(wants)
 
@@ -68,17 +70,17 @@ Gather = Callable[[bool], Sequence[bool]]
 
 
 def alone(vote: bool) -> Sequence[bool]:
-    """The votes where there is one rank."""
+    """The votes of a single rank."""
     return [vote]
 
 
 class DataParallel:
     """A scheduler of one rank whose steps are of the kind that all ranks agree on.
 
-    inner: what the rank would do by itself, an FCFS or a subclass that does not mix. gather: sends
-    this rank's vote and returns every rank's, in the same order everywhere (an all-gather); every
-    rank calls `schedule` once a step, also with nothing to do. full: share of pages in use above
-    which a rank wants no new prompt.
+    inner: the rank's own scheduler, an FCFS or a subclass that does not mix. gather: sends this
+    rank's vote and returns the votes of all ranks, in the same order on each (an all-gather); every
+    rank calls `schedule` once a step, even if it has nothing to do. full: share of the pages in use
+    above which a rank wants no new prompt.
     """
 
     def __init__(
@@ -100,15 +102,15 @@ class DataParallel:
         )
 
     def want_prefill(self) -> bool:
-        """A prompt that has begun goes on; a new one is wanted where pages are left for those that
-        run to grow."""
+        """Whether a prompt that has begun goes on, or a new one can start while enough pages are left
+        for running requests to grow."""
         resources = self.inner.resources
         return self.inner.prefilling() or (
             resources.pages.used <= self.full * resources.pages.size and self.inner.next_fits()
         )
 
     def schedule(self) -> SchedulerOutput:
-        """The next step; one without requests where the other ranks have rows of that kind."""
+        """The next step. It has no requests if only other ranks have rows of its kind."""
         inner, rows = self.inner, self.inner.resources.max_rows
         wants = self.want_prefill()
         busy = self.gather(any(r.decoding for r in inner.running))

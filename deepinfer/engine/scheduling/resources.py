@@ -1,8 +1,13 @@
-"""Resources: the pages, state slots and row limit that a scheduler hands out, and who holds what.
+"""Resources: the pages, state ids and rows that a scheduler hands out, and which request holds what.
 
-Policy (which request runs next, which is preempted) is the scheduler's; the accounting is here, so that a
-scheduler of your own cannot lose a page. A request holds the pages of its tokens so far; a decode
-step also those that its drafts may be written to.
+The scheduler decides which request runs next and which is preempted. The accounting is here, so that
+a scheduler of your own cannot lose a page. A request holds the pages of its tokens so far, and for a
+decode step also those that its drafts may be written to.
+
+    can_admit, start_at    ask about a waiting request; the prefix cache is looked up once
+    admit, extend          give pages; False if they are not there
+    preempt, requeue       take everything back; the request waits again
+    finish                 takes everything back for good; nothing else frees a finished request
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from dataclasses import dataclass
 
 from deepinfer.cache.addressing import pages_of
 from deepinfer.cache.pages import PageManager, Pool
-from deepinfer.engine.prefix.manager import Admission, PrefixCacheManager
+from deepinfer.engine.prefix.admission import Admission
+from deepinfer.engine.prefix.manager import PrefixCacheManager
 from deepinfer.engine.request import Request
 from deepinfer.engine.stats.stats import Stats
 
@@ -29,8 +35,8 @@ class AdmissionError(Exception):
 @dataclass(frozen=True)
 class Resources:
     """page_size: tokens of a page; max_num_seqs: sequences that run at once; max_rows: rows of a
-    step, drafts included; lookahead: most drafts of a sequence in one step; prefix_cache: the prefix
-    cache, None without one."""
+    step, drafts included; lookahead: most drafts of a sequence in one step; prefix_cache: None if
+    the engine has none."""
 
     pages: PageManager
     states: Pool
@@ -42,6 +48,7 @@ class Resources:
     prefix_cache: PrefixCacheManager | None = None
 
     def pages_of(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return pages_of(tokens, self.page_size)
 
     def pages_at_most(self, request: Request) -> int:
@@ -49,14 +56,15 @@ class Resources:
         return self.pages_of(request.max_length + self.lookahead)
 
     def pages_to_start(self, request: Request) -> int:
-        """Pages with which a waiting request may start: those of its tokens. One that was preempted before
-        also wants those of its next decode step, or it would be preempted again at once."""
+        """Pages that a waiting request needs to start: those of its tokens. One that was preempted
+        also needs those of its next decode step, or it would be preempted again at once."""
         again = 1 + self.lookahead if request.output else 0
         return self.pages_of(request.optimistic_tokens + again)
 
     def match(self, request: Request) -> Admission | None:
-        """How a waiting request would start with what the prefix cache has; None without one. Raises
-        AdmissionError where that cannot be said, which ends this request alone."""
+        """How a waiting request would start with what the prefix cache has; None without a prefix
+        cache. Looked up once, and again only after the cache or the request has changed. Raises
+        AdmissionError, which ends this request alone, if that cannot be said."""
         if self.prefix_cache is None:
             return None
         try:
@@ -66,31 +74,33 @@ class Resources:
 
     def start_at(self, request: Request) -> int:
         """Position of the first row that a waiting request would run."""
-        start = self.match(request)
-        return request.optimistic_computed if start is None else start.plan.start
+        found = self.match(request)
+        return request.optimistic_computed if found is None else found.plan.start
 
     def can_admit(self, request: Request) -> str:
-        """Whether a waiting request can start: 'ok', 'later' or 'never'."""
+        """Whether a waiting request can start now: 'ok', 'later' (pages or a state id have to come
+        back first) or 'never'."""
         return self._ask(request, self.match(request))
 
-    def _ask(self, request: Request, start: Admission | None) -> str:
-        hit = () if start is None else start.pages
+    def _ask(self, request: Request, found: Admission | None) -> str:
+        hit = () if found is None else found.pages
         answer = self.pages.ask(self.pages_to_start(request) - len(hit), hit)
         return "later" if answer == "ok" and not self.states.free else answer
 
     def admit(self, request: Request) -> bool:
-        """Start a waiting request: its pages, those of a hit in front, and a state slot; False where
-        it has to wait. `request.computed` is then where its rows begin."""
-        start = self.match(request)
-        if self._ask(request, start) != "ok":
+        """Start a waiting request: it gets its pages, those of a hit first, and a state id.
+        `request.num_computed` is then the position of its first row. False, changing nothing, if it
+        has to wait."""
+        found = self.match(request)
+        if self._ask(request, found) != "ok":
             return False
-        hit = [] if start is None else [*start.pages]
-        self.pages.pin(hit)  # before the others are taken, which may reclaim cached pages
+        hit = [] if found is None else [*found.pages]
+        self.pages.pin(hit)  # first: taking the others may reclaim cached pages
         request.pages = hit + self.pages.take(self.pages_to_start(request) - len(hit))
         request.state_id = self.states.take(1)[0]
-        if self.prefix_cache is not None and start is not None:
+        if self.prefix_cache is not None and found is not None:
             try:
-                self.prefix_cache.adopt(request, start)
+                self.prefix_cache.adopt(request, found)
             except Exception as error:
                 raise AdmissionError(request) from error
             self.stats.found(request, request.optimistic_computed)
@@ -98,8 +108,8 @@ class Resources:
         return True
 
     def extend(self, request: Request, tokens: int | None = None) -> bool:
-        """Pages for this many tokens of a running request (None: for all that its next decode step may
-        write); False, changing nothing, where they are not there."""
+        """Give a running request the pages of this many tokens (None: of all that its next decode
+        step may write). False, changing nothing, if they are not there."""
         tokens = request.optimistic_tokens + self.lookahead if tokens is None else tokens
         missing = self.pages_of(tokens) - len(request.pages)
         if missing > 0:
@@ -109,41 +119,41 @@ class Resources:
         return True
 
     def trim(self, request: Request) -> None:
-        """Give back the pages of drafts that were rejected, as far as the next decode step does not
-        write there again. Only one behind which steps on their way were committed has such pages,
-        and while another is on its way they are written to."""
+        """Give back pages of rejected drafts that the next decode step does not write again. A
+        request has such pages only after steps in flight were committed; while another step of it
+        is in flight, that step still writes them, so they stay."""
         keep = self.pages_of(request.optimistic_tokens + self.lookahead)
-        flying = request.in_flight or not request.decoding
-        if request.status == "running" and not flying and len(request.pages) > keep:
+        idle = request.status == "running" and request.decoding and not request.in_flight
+        if idle and len(request.pages) > keep:
             surplus, request.pages = request.pages[keep:], request.pages[:keep]
             self.pages.give(surplus)
 
     def free(self, request: Request) -> None:
-        """Take back what a request holds; nothing where it holds nothing. Pages that the prefix
-        cache knows stay cached until their room is needed."""
+        """Take back what a request holds. Harmless if it holds nothing. Pages that the prefix cache
+        knows stay cached until their room is needed."""
         pages, request.pages = request.pages, []
         if pages:
             self.pages.give(pages)
-        slot, request.state_id = request.state_id, 0
-        if slot:
-            self.states.give([slot])
+        state_id, request.state_id = request.state_id, 0
+        if state_id:
+            self.states.give([state_id])
 
     def requeue(self, request: Request) -> None:
-        """Take back what a running request holds and let it wait: its prompt and its output are
-        computed again later, and nothing of the output is emitted twice."""
+        """Take back what a running request holds and let it wait. Its prompt and output are computed
+        again later; no token is emitted twice."""
         self.free(request)
         request.restart()
         request.status = "waiting"
 
     def preempt(self, request: Request) -> None:
-        """`requeue` of a preempted request, counted."""
+        """`requeue` a request, and count the preemption."""
         self.requeue(request)
         request.preemptions += 1
         self.stats.preemptions += 1
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """After a step that an error or an interrupt ended anywhere: every request either runs with
-        its pages and slot or holds nothing, and nothing else is held. requests: all there are."""
+        """After an error or an interrupt anywhere in a step: every request either runs with its
+        pages and state id, or holds nothing; nothing else is held. requests: all of the engine."""
         held = []
         for request in requests:
             if request.status == "running" and request.pages and request.state_id:
@@ -161,9 +171,9 @@ class Resources:
             self.trim(request)
 
     def finish(self, request: Request, reason: str = "abort") -> None:
-        """Count a request that has finished, or finishes here for this reason, and take back what it
-        holds. Every end comes here, whatever a scheduler forgets; who is not its scheduler tells
-        that before (`release`)."""
+        """Count a request that has finished, or finishes now for this reason, and take back what it
+        holds. Every end comes here, and this alone frees a finished request. Call the scheduler's
+        `release` before, unless the scheduler itself ends the request."""
         if not request.finished:
             request.finish(reason)
         self.stats.ended(request)

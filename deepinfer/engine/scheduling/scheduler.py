@@ -1,12 +1,14 @@
-"""Who runs, prefill or decode, and how many rows each. Schedulers are plain classes over a `Resources`.
+"""Schedulers: which requests run in the next step, prefill or decode, with how many rows each.
+
+Schedulers are plain classes over a `Resources`.
 
     FCFS         first come, first served; a step is all prefill or all decode, prefill goes first
     DecodeOrder  the same, and decode takes the shortest outputs first, as DeepInfer does
     Mixed        decode rows and prefill rows in one step
 
-A request is admitted with the pages of its prompt and grows page by page. Where no page is left,
-the request with the longest output is preempted: it loses pages and slot, waits in front of those
-that never ran, and its prompt and output are computed again (DeepInfer 0.1.0, csrc/engine/
+A request is admitted with the pages of its prompt and gets more page by page. If no page is left,
+the request with the longest output is preempted: it loses its pages and state id, waits in front of
+those that never ran, and its prompt and output are computed again (DeepInfer 0.1.0, csrc/engine/
 scheduler.hpp: the comment says the shortest, the code takes the longest).
 
     class Mine(di.engine.scheduling.scheduler.FCFS): ...      eng.with_(scheduler=Mine())
@@ -23,24 +25,25 @@ from typing import Any, Protocol, Self
 
 from deepinfer.engine.request import Request
 from deepinfer.engine.scheduling.output import KINDS, ScheduledRequest, SchedulerOutput
+from deepinfer.engine.scheduling.queue import RequestQueue
 from deepinfer.engine.scheduling.resources import Resources
 
 
 class SchedulerProtocol(Protocol):
-    """What an engine asks of a scheduler. Everything else is its own affair."""
+    """What an engine asks of a scheduler; everything else is up to the scheduler."""
 
     def start(self, resources: Resources) -> SchedulerProtocol:
-        """The copy that one engine runs, over its own room."""
+        """The copy that one engine runs, over the engine's resources."""
         ...
 
     def add(self, request: Request) -> None:
-        """A new request, which fits the room alone."""
+        """A new request. It would fit the resources alone."""
         ...
 
     def schedule(self) -> SchedulerOutput:
         """The next step. Every scheduled request runs and has the pages that its rows are written to
-        (`resources.admit`, `resources.extend`). A request without a row left (computed == length) waits for its
-        last token: leave it out."""
+        (`resources.admit`, `resources.extend`). Leave out a request without a row left
+        (optimistic_computed == optimistic_tokens): its last token is in flight."""
         ...
 
     def preempt(self, request: Request) -> None:
@@ -48,13 +51,13 @@ class SchedulerProtocol(Protocol):
         ...
 
     def release(self, request: Request) -> None:
-        """This request is finished, or was aborted, whether it ran or waited: forget it, and
-        `resources.free` it."""
+        """This request has finished or was aborted, whether it ran or waited: forget it. The engine
+        frees what it holds (`resources.finish`)."""
         ...
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """A step ended in an error or an interrupt, at any line: these are all requests, and their
-        states, pages and slots are right (`resources.recover`). Set the queues right."""
+        """A step ended in an error or an interrupt, at any line. These are all requests; their
+        status, pages and state ids are right (`resources.recover`). Set the queues right."""
         ...
 
     @property
@@ -64,11 +67,13 @@ class SchedulerProtocol(Protocol):
 
 
 class FCFS:
-    """First come, first served: the head of the queue waits for room and nobody overtakes it.
+    """First come, first served: if the head of the queue does not fit, all behind it wait.
 
-    max_context: cap on the summed context lengths of a prefill step (None: no cap; one request
-    always goes). stop_preempted: a request that is preempted ends with reason 'preempted' instead of
-    being computed again, as DeepInfer's servers do.
+    max_context: most tokens of context of a prefill step, summed over its requests (None: no limit;
+    one request always runs). stop_preempted: a request that is preempted ends with reason
+    'preempted' instead of being computed again, as DeepInfer's servers do.
+
+    waiting, running: the requests, in order; a subclass may reorder them or assign a new list.
     """
 
     resources: Resources
@@ -77,8 +82,18 @@ class FCFS:
         if max_context is not None and max_context < 1:
             raise ValueError(f"max_context={max_context}: want None or at least 1 token")
         self.max_context, self.stop_preempted = max_context, stop_preempted
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
         self.running: list[Request] = []
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """The requests that wait, the next one first."""
+        return self._waiting
+
+    @waiting.setter
+    def waiting(self, requests: Iterable[Request]) -> None:
+        same = isinstance(requests, RequestQueue)
+        self._waiting = requests if same else RequestQueue(requests)
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self).__init__).parameters
@@ -94,13 +109,10 @@ class FCFS:
 
     def start(self, resources: Resources) -> Self:
         own = copy.copy(self)
-        mine = {k: v for k, v in vars(self).items() if k not in ("resources", "waiting", "running")}
-        own.__dict__ = {
-            **copy.deepcopy(mine),
-            "waiting": deque(),
-            "running": [],
-            "resources": resources,
-        }
+        others = ("resources", "_waiting", "running")
+        mine = {k: v for k, v in vars(self).items() if k not in others}
+        own.__dict__ = copy.deepcopy(mine)
+        own.waiting, own.running, own.resources = RequestQueue(), [], resources
         return own
 
     # ------------------------------------------------------------------------------ the queues
@@ -117,19 +129,20 @@ class FCFS:
         self.wait_again(request)
 
     def wait_again(self, request: Request) -> None:
-        """In front of all that never ran; those that was preempted keep their order of arrival."""
+        """Queue a preempted request in front of those that never ran; preempted ones keep their order
+        of arrival."""
         at = next((i for i, r in enumerate(self.waiting) if r.id > request.id), len(self.waiting))
         self.waiting.insert(at, request)
 
     def release(self, request: Request) -> None:
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
-        self.resources.free(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """After a step that was interrupted anywhere, and `resources.recover`: each of these requests is
-        in the queue of its state once. Those that were on the way between queues wait in front."""
+        """Put each of these requests into the queue of its status, once. Those that an interrupt
+        caught between two queues go first."""
         alive = {r.id: r for r in requests}
 
         def in_state(state: str, queue: Iterable[Request]) -> tuple[list[Request], list[Request]]:
@@ -140,7 +153,7 @@ class FCFS:
         lost, kept = in_state("running", self.running)
         self.running = [*lost, *kept]
         lost, kept = in_state("waiting", self.waiting)
-        self.waiting = deque(kept)
+        self.waiting = RequestQueue(kept)
         for request in lost:
             self.wait_again(request)
 
@@ -151,7 +164,7 @@ class FCFS:
     # -------------------------------------------------------------------------------- the step
 
     def schedule(self) -> SchedulerOutput:
-        """All prefill where there is any to do, else all decode."""
+        """All prefill if there is any to do, else all decode."""
         rows = self.resources.max_rows
         if scheduled := self.prefill(rows):
             return SchedulerOutput("prefill", tuple(scheduled))
@@ -160,7 +173,7 @@ class FCFS:
         return SchedulerOutput("idle")
 
     def want_prefill(self) -> bool:
-        """Whether a prefill step would have rows: the question that data-parallel ranks vote on."""
+        """Whether a prefill step would have rows; data-parallel ranks vote on this."""
         return self.prefilling() or self.next_fits()
 
     def prefilling(self) -> bool:
@@ -176,7 +189,8 @@ class FCFS:
         )
 
     def prefill(self, rows: int, admit: bool = True) -> list[ScheduledRequest]:
-        """Chunks of those that run, then of those that can start, up to `rows` rows."""
+        """Prefill chunks of running requests, then of waiting ones that can start, up to `rows`
+        rows. admit: whether waiting ones may start."""
         scheduled: list[tuple[Request, ScheduledRequest]] = []
         context = 0
         begun = deque(r for r in self.running if r.prefilling)
@@ -193,7 +207,7 @@ class FCFS:
                 if not self.hold(head, min(head.optimistic_tokens, start + rows)):
                     continue
             elif self.resources.admit(head):
-                self.running.append(head)  # an interrupt here leaves it in both, not in none
+                self.running.append(head)  # an interrupt here leaves it in both queues
                 self.waiting.popleft()
             start = head.optimistic_computed
             chunk = ScheduledRequest.of(head, start, min(head.optimistic_tokens, start + rows))
@@ -202,7 +216,7 @@ class FCFS:
         return [chunk for request, chunk in scheduled if request.status == "running"]
 
     def decode(self, rows: int) -> list[ScheduledRequest]:
-        """One row each, and room for its drafts, for as many as `rows` rows allow."""
+        """One row and the pages of its drafts for each request, for as many as `rows` rows allow."""
         most = max(rows // (1 + self.resources.lookahead), 1)
         chosen: list[Request] = []
         for request in self.order([r for r in self.running if r.decoding]):
@@ -213,25 +227,25 @@ class FCFS:
         return [ScheduledRequest.of(r) for r in chosen]
 
     def hold(self, request: Request, tokens: int | None = None) -> bool:
-        """Pages for this many tokens (None: for a decode step), while others be preempted; False where
-        the request itself was preempted, to this one or before."""
+        """Give a request the pages of this many tokens (None: of a decode step), preempting others
+        if there are too few. False if the request itself was preempted."""
         while request.status == "running" and not self.resources.extend(request, tokens):
             self.preempt(self.victim())
         return request.status == "running"
 
     def order(self, ready: list[Request]) -> list[Request]:
-        """In which order running requests take rows and pages of a decode step."""
+        """The order in which running requests take rows and pages of a decode step."""
         return sorted(ready, key=lambda r: r.id)
 
     def victim(self) -> Request:
-        """Who is preempted: the longest output; of equals the one that came last."""
+        """The request to preempt: the one with the longest output, of equals the last that came."""
         return max(self.running, key=lambda r: (len(r.output), r.id))
 
 
 class DecodeOrder(FCFS):
-    """DeepInfer's order of decode: short outputs take rows and pages first, and the longest, at the
-    other end, is preempted. Where rows are short, all sequences advance together. The batch itself is
-    ordered by length, longest first."""
+    """DeepInfer's order of decode: short outputs take rows and pages first, and the longest output is
+    preempted. If rows are short, all sequences advance together. The batch itself is ordered by
+    length, longest first."""
 
     def order(self, ready: list[Request]) -> list[Request]:
         return sorted(ready, key=lambda r: (len(r.output), r.id))
@@ -241,8 +255,8 @@ class DecodeOrder(FCFS):
 
 
 class Mixed(FCFS):
-    """Every decode row first, then prefill chunks in the rows that are left: a new prompt does not
-    stop those that are being written. For comparison: DeepInfer never mixes."""
+    """Every decode row first, then prefill chunks in the rows that are left, so that a new prompt
+    does not stop running outputs. For comparison: DeepInfer never mixes."""
 
     def schedule(self) -> SchedulerOutput:
         before = self.resources.stats.preemptions
@@ -258,16 +272,16 @@ class Mixed(FCFS):
         return SchedulerOutput(kind, (*decode, *prefill))
 
 
-# ------------------------------------------------------------------------- which one, and is it one
+# ---------------------------------------------------------------------- which scheduler, and checks
 
 SCHEDULERS: dict[str, type[FCFS]] = {"fcfs": FCFS, "decode_order": DecodeOrder, "mixed": Mixed}
 METHODS = ("start", "add", "schedule", "preempt", "release", "recover")
 
 
 def resolve(value: Any, max_context: int | None = None) -> SchedulerProtocol:
-    """The scheduler of a name, a class or an instance. max_context: of the engine's settings, in
-    tokens. Raises ValueError for an unknown name and for two different values of max_context,
-    TypeError for an object that is no scheduler."""
+    """The scheduler that a name, a class or an instance stands for. max_context: from the engine's
+    settings, in tokens. Raises ValueError for an unknown name and for two different values of
+    max_context, TypeError for an object that is no scheduler."""
     if isinstance(value, str):
         if value not in SCHEDULERS:
             close = difflib.get_close_matches(value, SCHEDULERS, 1)

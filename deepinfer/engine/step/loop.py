@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from deepinfer import rng
-from deepinfer.engine import scoring
 from deepinfer.engine.prompt_length import too_long
 from deepinfer.engine.request import PrefixState, Request
 from deepinfer.engine.runtime import Runtime
@@ -22,7 +21,7 @@ from deepinfer.engine.scheduling.output import SchedulerOutput
 from deepinfer.engine.scheduling.resources import AdmissionError
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
-from deepinfer.engine.step import commit, launch, overlap, recovery
+from deepinfer.engine.step import commit, launch, overlap, recovery, teacher_forced
 from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
@@ -87,7 +86,9 @@ class Loop:
             words = token_bytes(self.tokenizer, vocab)
             request.compiled = rt.slots["grammar"].compile(params.grammar, words)
             request.grammar = request.compiled.start()
-        request.plan = rt.replay_plan(Prompt(len(ids), wants_all_logits=params.prompt_logprobs))
+        prompt = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
+        request.plan = rt.replay_plan(prompt)
+        request.prefix.cold = (prompt, request.plan)
         if params.prompt_logprobs and request.plan.rows_from[-1] > 0:
             raise ValueError(
                 f"prompt_logprobs: the replay policy {rt.replay!r} drops rows below "
@@ -363,7 +364,7 @@ class Loop:
         tap_of = (lambda batch: self.tap([-1] * batch.num_seqs)) if self.traces else None
         try:
             with self._transaction():
-                out = scoring.forced_logits(self.rt, ids, prompt, sizes, tap_of)
+                out = teacher_forced.forced_logits(self.rt, ids, prompt, sizes, tap_of)
                 for trace in self.traces:
                     trace.settle(self.steps, {-1: len(ids)})
         finally:

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 def resources(pages=12, seqs=4, rows=16, page=4, lookahead=0) -> Resources:
     return Resources(
         PageManager(pages),
-        Pool("state slots", seqs + 1),
+        Pool("state ids", seqs + 1),
         Stats(),
         page_size=page,
         max_num_seqs=seqs,
@@ -78,6 +78,7 @@ def step(scheduler, drafts: int = 0) -> SchedulerOutput:
     for s in made.scheduled:
         if requests[s.id].finished:
             scheduler.release(requests[s.id])
+            resources.finish(requests[s.id])
     return made
 
 
