@@ -253,8 +253,11 @@ def test_who_stops_reading_aborts(how):
 
     async def cell():
         running = bg.add(PROMPTS[0], **LONG)
-        tokens = aiter(running)
-        await anext(tokens)
+        if how in ("break", "aclose"):
+            tokens = aiter(running)
+            await anext(tokens)
+        while not running.token_ids:
+            await asyncio.sleep(0.001)
         if how == "break":
             async for _ in tokens:
                 break
