@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer.engine.process import Process
 from deepinfer.engine.stats.device_clock import DeviceClock
 
 
@@ -109,6 +110,7 @@ class WorkerDevice(Device):
     def __init__(self, device: torch.device, clock: DeviceClock) -> None:
         super().__init__(device, clock)
         self.host_phase = "launch"
+        self._process = Process("this engine had run with overlap=True")
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=serve, args=(self._jobs,), name="device", daemon=True
@@ -119,6 +121,7 @@ class WorkerDevice(Device):
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
     def launch(self, work: Callable[[], Any]) -> Job:
+        self._process.require()
         if not self._stop.alive:
             raise RuntimeError("this device is closed")
         job = Job(partial(self.run, work))
@@ -138,6 +141,7 @@ class WorkerDevice(Device):
         self._jobs.put(Job(guarded))
 
     def wait(self, job: Job) -> Any:
+        self._process.require()
         job.over.wait()
         result = job.give()
         failure, self._failure = self._failure, None
@@ -146,7 +150,8 @@ class WorkerDevice(Device):
         return result
 
     def drain(self) -> None:
-        self.launch(int).over.wait()  # behind everything else
+        if not self._process.forked:  # else nothing runs here, and nothing will
+            self.launch(int).over.wait()  # behind everything else
         self._failure = None
 
     def close(self) -> None:

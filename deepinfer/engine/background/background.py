@@ -26,6 +26,7 @@ from deepinfer.engine.background.handle import RequestHandle, Waiters
 from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineInspection
 from deepinfer.engine.keywords import completes
+from deepinfer.engine.process import Process
 from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import (
     FORKED,
@@ -70,6 +71,7 @@ class Background:
         self._rest = Waiters()  # rung when nothing that was added here is left
         self._failure: str | None = None
         self._closed = False
+        self._process = Process("this background runs")
         self._wake: SimpleQueue[bool] = SimpleQueue()
         context = contextvars.copy_context()
         args = (serve, weakref.ref(self), self._wake, weakref.ref(eng), self._owned)
@@ -110,6 +112,7 @@ class Background:
         return handle
 
     def _require_open(self) -> None:
+        self._process.require()
         if self._closed:
             raise RuntimeError("this background is closed: make another with eng.background()")
 
@@ -375,7 +378,7 @@ def close_all() -> None:
     """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel
     when it is taken down."""
     for background in list(_LIVE):
-        if not background.closed:
+        if not background.closed and not background._process.forked:
             background._eng.close()
 
 

@@ -22,6 +22,7 @@ from deepinfer.engine.scheduling.resources import AdmissionError
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap, recovery, teacher_forced
+from deepinfer.engine.step.grammar_mask import started
 from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
@@ -85,7 +86,7 @@ class Loop:
         if params.grammar is not None:
             words = token_bytes(self.tokenizer, vocab)
             request.compiled = rt.slots["grammar"].compile(params.grammar, words)
-            request.grammar = request.compiled.start()
+            request.grammar = started(request.compiled, rt.slots["grammar"])
         prompt = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
         request.plan = rt.replay_plan(prompt)
         request.prefix.cold = (prompt, request.plan)

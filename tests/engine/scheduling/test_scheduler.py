@@ -353,7 +353,7 @@ def test_a_timeout_ends_a_request_and_no_clock_is_read_without_one(monkeypatch):
             raise AssertionError("a clock was read")
         return now[0]
 
-    monkeypatch.setattr("deepinfer.engine.engine.time.monotonic", clock)
+    monkeypatch.setattr("deepinfer.engine.step.loop.time.monotonic", clock)
     eng = engine(max_num_seqs=2)
     want = eng.generate(PROMPTS, **HOW)
     running, waits = eng.add(PROMPTS[0], timeout=5, **HOW), None
