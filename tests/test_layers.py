@@ -92,7 +92,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 RATCHET = {
     "largest circle of top": 0,
     "largest circle of top and lazy": 5,
-    "largest circle of top, lazy and typing": 6,
+    "largest circle of top, lazy and typing": 8,
     "arrows up of top": 2,
     "arrows up of lazy": 2,
     "arrows up of typing": 3,

@@ -78,7 +78,7 @@ def test_a_process_may_end_with_a_step_on_its_way(ending):
 FORKED = """
 import os, sys, threading
 sys.path.insert(0, "tests")
-from properties.small import small_engine
+from support.small import small_engine
 
 def engine(**changes):
     return small_engine("one layer", vocab=97, max_model_len=64, **changes)

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from properties.small import small_engine, stream
 
 import deepinfer as di
 from deepinfer.slots.protocols import Accepted
+from support.small import small_engine, stream
 
 PROMPTS = [stream(n, 30 + n, high=90) for n in (19, 9)]
 RUN = dict(max_tokens=4, ignore_eos=True, temperature=0.0)
