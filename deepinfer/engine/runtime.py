@@ -12,8 +12,9 @@ from typing import Any
 from deepinfer import kernels
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
-from deepinfer.engine.device import make_device
+from deepinfer.engine.device import make_device, warn_of_threads
 from deepinfer.engine.prefix.manager import PrefixCacheManager
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
@@ -42,6 +43,7 @@ class Runtime:
         self.config = model.config
         self.slots, self.limits = slots, limits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
+        warn_of_threads(model.device)
         self.stats = Stats(clock=device_clock(model.device))
         self.device = make_device(model.device, self.stats.clock, settings.overlap)
         require(
@@ -55,7 +57,7 @@ class Runtime:
         self.cache = make_cache(
             self.config, settings, self.slots, self.limits, model.dtype, model.device
         )
-        self._told_of_little = False
+        self._told_of_little = self._told_of_cut = False
         self.prefix_cache: PrefixCacheManager | None = None
         if settings.prefix_cache:
             self.prefix_cache = PrefixCacheManager(
@@ -128,6 +130,18 @@ class Runtime:
             f"replay {self.replay!r} leaves {left} rows at the end of a prompt of {prompt.length}; "
             f"decoding looks back up to {needs} (the window and backtracking of this model), so the "
             "windows behind the prompt are short: di.check(policy, config=eng.config) shows where",
+            stacklevel=2,
+        )
+
+    def warn_of_cut(self, max_tokens: int) -> None:
+        """Once, if a request asks for more tokens than fit behind any prompt: it gets what fits."""
+        limit = self.limits.model_len
+        if self._told_of_cut or max_tokens < limit or max_tokens == SamplingParams.max_tokens:
+            return
+        self._told_of_cut = True
+        warnings.warn(
+            f"max_tokens={max_tokens} is more than max_model_len={limit} leaves behind any prompt: "
+            "the request ends there with finish_reason 'length'",
             stacklevel=2,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections import Counter
@@ -39,6 +40,17 @@ class Weights:
     tokenizer: Tokenizer | None
     fingerprint: str
     source: str
+
+    @functools.cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """A copy of the tokenizer, made at first use, to which special tokens in a text are text."""
+        from tokenizers import Tokenizer
+
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source} has no tokenizer.json: pass token ids")
+        copy = Tokenizer.from_str(self.tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     @property
     def config(self) -> ModelConfig:
