@@ -164,7 +164,7 @@ class Stats:
                 record.verified += len(drafted)
             else:
                 record.prefill_rows += rows
-                if (live := self._live.get(request.id)) is not None:
+                if (live := self._live.get(item.id)) is not None:
                     record.recomputed_rows += live.compute(item.start, item.stop)
                 record.chunked += not item.emits
             record.sum_seqlen_qxk += rows * seqlen_k
