@@ -5,10 +5,7 @@ from __future__ import annotations
 import codecs
 import reprlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deepinfer.engine.inspection import EngineInspection
+from typing import Any
 
 LONG = 20_000  # characters, some 10 ms of tokenising
 
@@ -60,7 +57,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_prompt(
-    engine: EngineInspection, prompt: Any, special: bool = False, *, text_only: bool = False
+    engine: Any, prompt: Any, special: bool = False, *, text_only: bool = False
 ) -> list[int]:
     """Token ids of one prompt, range-checked; special: see `Engine.encode`. ValueError says what was
     found. text_only: the image token is refused, because rows of images are not routed as such yet

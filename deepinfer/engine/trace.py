@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import ModelConfig
-from deepinfer.engine.completion import Completion
 from deepinfer.slots.protocols import RowSet
 
 if TYPE_CHECKING:
-    from deepinfer.engine.background.handle import RequestHandle
     from deepinfer.tables.table import Table
 
 PADDING = -2  # the request of a row that belongs to no sequence
@@ -176,9 +174,7 @@ class Trace:
         out.accepted = torch.cat(self._flags(name)).to(out.position.device)
         return out
 
-    def at(
-        self, name: str, position: int, request: int | Completion | RequestHandle | None = None
-    ) -> Tensor:
+    def at(self, name: str, position: int, request: Any = None) -> Tensor:
         """The row that stands at `position` of a sequence: never one of a rejected draft.
 
         request: a Completion, a RequestHandle, or a request id (`Completion.request`, not `.index`,
@@ -252,7 +248,7 @@ class Trace:
 def request_id(of: Any) -> int | None:
     """The id of a request that is given as it, its Completion or its RequestHandle. KeyError for a
     Completion of a prompt that never became a request."""
-    if isinstance(of, Completion):
+    if hasattr(of, "request"):
         if of.request is None:
             raise KeyError(f"item {of.index} never became a request: {of.error}")
         return of.request
