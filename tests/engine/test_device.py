@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 
+import deepinfer as di
+from deepinfer.engine import device
 from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
 from support.overlapped import PARAMS, PROMPTS, engine
 
@@ -145,3 +148,29 @@ def test_a_forked_process_says_at_once_that_it_has_no_threads():
     ]
     assert len(said) == len(want) and all(w in s for w, s in zip(want, said)), said
     assert all("'spawn'" in s for s in said if "forked" in s)
+
+
+@pytest.mark.parametrize(
+    "threads, environment, told",
+    [
+        (1, {}, 0),  # chosen by somebody, or a machine of one core
+        (2, {}, 1),
+        (3, {}, 0),  # set after torch was loaded
+        (2, {"OMP_NUM_THREADS": "2"}, 0),
+        (2, {"OMP_WAIT_POLICY": "passive"}, 0),
+    ],
+)
+def test_default_threads_are_warned_of_once(monkeypatch, threads, environment, told):
+    for name in device.THREADS_SET_BY:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(device, "_told_of_threads", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            di.Engine.tiny(max_model_len=64, max_num_seqs=1).runtime
+        device.warn_of_threads(torch.device("cuda"))
+    assert [str(w.message).count("set_num_threads(1)") for w in seen] == [1] * told

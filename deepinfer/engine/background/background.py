@@ -92,13 +92,17 @@ class Background:
         *,
         timeout: float | None = None,
         salt: str | None = None,
+        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> RequestHandle:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
         self._require_open()
         one = params_list(params, sampling, 1)[0]
-        ids, deadline = self._eng._ids(prompt), deadline_of(timeout)  # before the lock is taken
+        ids, deadline = (
+            self._eng._ids(prompt, special),
+            deadline_of(timeout),
+        )  # before the lock is taken
         return self._eng._lock.run(self._add, ids, one, deadline, require_salt(salt))
 
     def _add(
@@ -285,7 +289,7 @@ class InBackground(EngineInspection):
     def _open(self) -> Loop:
         raise NotImplementedError
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: Any, special: bool) -> list[int]:
         raise NotImplementedError
 
     @locked
@@ -324,6 +328,7 @@ class InBackground(EngineInspection):
         *,
         timeout: float | None = None,
         salt: str | None = None,
+        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[StreamedToken]:
         """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
@@ -335,7 +340,7 @@ class InBackground(EngineInspection):
         iterator.
         """
         one = params_list(params, sampling, 1)[0]
-        ids, deadline = self._ids(prompt), deadline_of(timeout)  # before the lock is taken
+        ids, deadline = self._ids(prompt, special), deadline_of(timeout)  # before the lock is taken
         return aiter(self._lock.run(self._running, ids, one, deadline, require_salt(salt)))
 
     def _running(

@@ -113,8 +113,11 @@ class RequestHandle:
 
     @property
     def text(self) -> str:
-        """The text of the output so far."""
-        return Detokenizer(self._background._eng._shared.tokenizer).all(list(self.token_ids))
+        """The text of the output so far; a character that is not complete yet is left out until
+        the end."""
+        text = Detokenizer(self._background._eng._shared.tokenizer, self._request.prompt)
+        said = "".join(map(text.push, self.token_ids))
+        return said + text.end() if self._finished else said
 
     # --------------------------------------------------------------------------------- waiting
 
@@ -186,10 +189,16 @@ class RequestHandle:
 
     def _reader(self) -> Callable[[int], StreamedToken]:
         """What gives token i, asked one after another."""
-        request, text = self._request, Detokenizer(self._background._eng._shared.tokenizer)
-        return lambda i: StreamedToken(
-            request.output[i], text.push(request.output[i]), request.logprobs[i]
-        )
+        request = self._request
+        text = Detokenizer(self._background._eng._shared.tokenizer, request.prompt)
+
+        def read(i: int) -> StreamedToken:
+            said = text.push(request.output[i])
+            if request.finished and i == len(request.output) - 1:
+                said += text.end()
+            return StreamedToken(request.output[i], said, request.logprobs[i])
+
+        return read
 
     def _raise(self) -> None:
         error = self._fault or self._request.error

@@ -77,6 +77,7 @@ class Loop:
         limit = rt.limits.model_len
         if len(ids) >= limit:
             raise too_long(str(len(ids)), limit)
+        rt.warn_of_cut(params.max_tokens)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
         seed = params.seed
         if seed is None:
