@@ -49,9 +49,10 @@ def expect_ids(value: Any, rows: int, who: str) -> None:
 def expect_below(ids: torch.Tensor, end: Any, who: str, what: str) -> None:
     """Raise ValueError, naming slot object and method, unless -1 <= ids < end. what: ids stand for.
 
-    Only on a CPU: on an accelerator the host would wait for the answer.
+    Only in a step of an engine on a CPU: on an accelerator the host would wait for the answer, and
+    training runs the same code there.
     """
-    if ids.device.type != "cpu" or not ids.numel():
+    if ids.device.type != "cpu" or not ids.numel() or not torch.is_inference_mode_enabled():
         return
     wrong = (ids < -1) | (ids >= end)
     if wrong.any():

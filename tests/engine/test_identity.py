@@ -212,7 +212,7 @@ def test_a_large_file_is_sampled_and_says_so(folder, monkeypatch):
         (
             "tokenizer_config.json",
             {"eos_token": {"content": "<no>"}},
-            "tokenizer.json does not have",
+            "eos_token .<no>.: which tokenizer.json does not have",
         ),
         ("generation_config.json", [], "holds a list"),
     ],

@@ -64,7 +64,8 @@ def started(compiled, slot):
             "gives a GrammarState (slots/protocols.py)"
         )
     state = compiled.start()
-    missing = [n for n in ("allowed", "accept", "rollback", "done") if not hasattr(state, n)]
+    there = {*dir(state)}  # names alone: reading `done` would ask the grammar
+    missing = [n for n in ("allowed", "accept", "rollback", "done") if n not in there]
     if missing:
         raise TypeError(
             f"{who}(...).start() returned {type(state).__name__}, which has no {', '.join(missing)}: "

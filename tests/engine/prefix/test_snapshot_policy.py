@@ -252,6 +252,7 @@ class Bytes:
 
     exact: bool = True
     nbytes: int = 1
+    rank = (True, 1)
 
 
 def test_a_spare_one_never_takes_the_place_of_another_kind():

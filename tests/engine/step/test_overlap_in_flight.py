@@ -144,6 +144,7 @@ def test_a_freed_slot_is_written_in_its_turn(knowing):
     want = engine(overlap=False).generate(PROMPTS[4], PARAMS[4])
     same(eng.generate(PROMPTS[4], PARAMS[4]), want)
     eng.runtime.device = Slow(eng.model.device, eng.stats.clock)
+    eng.runtime.prefix_cache.device = eng.runtime.device
     spare = eng.runtime.states.take(1)  # that of teacher-forced passes: now there is one slot
     first, second = eng.add(PROMPTS[3], PARAMS[3]), eng.add(PROMPTS[4], PARAMS[4])
     eng.step()
