@@ -56,24 +56,6 @@ def request_seed(engine_seed: int, number: int) -> int:
     return (high << 32) | low
 
 
-def prompt_seed(seed: int, index: int) -> int:
-    """Seed of prompt `index` of a list that was given one seed: prompt 0 has `seed` itself, every
-    other one 64 bits of a stream of its own.
-
-    So equal prompts of a list get different texts, a list of one equals the prompt alone, and
-    prompt i equals the prompt alone with seed=prompt_seed(seed, i), which is `.seed` of its
-    Completion. (32-bit words 0 and 1 of the key ~seed at sequence 3 * index + 1.)
-    """
-    import torch
-
-    if index == 0:
-        return seed
-    key = torch.tensor([signed(~seed)], dtype=torch.long)
-    at = torch.tensor([index], dtype=torch.long)
-    low, high = words(key, at, Purpose.RESIDUAL, 2)[0].tolist()
-    return (high << 32) | low
-
-
 def draft_seed(seed: Tensor) -> Tensor:
     """Seeds of a drafter's draws, apart from the target's at the same positions. [t] long."""
     return seed + DRAFT_OFFSET

@@ -19,7 +19,7 @@ from deepinfer.compat import engine_args, environment, sampling_params
 from deepinfer.config import ModelConfig
 from deepinfer.engine.completion import Completion, Completions
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.sampling_params import SamplingParams, own_seeds
+from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.text import items_of, plain
 from deepinfer.slots import registry
 from deepinfer.slots.grammar import NoGrammar
@@ -202,10 +202,8 @@ class LLM:
 
         prompts: a string or a list of them; prompt_token_ids: a list of ids or a list of those,
         which go before the strings where both are given. sampling_params: one LLM.SamplingParams
-        for all or one per prompt; None is one of defaults. Prompts that share one object get a
-        stream each, as in `Engine.generate`; objects in a list are taken as they are. Text of
-        special tokens becomes the tokens, as in DeepInfer. Also taken: di.SamplingParams.
-        use_tqdm: None shows a bar where a person watches.
+        for all or one per prompt; None is one of defaults (so all share its seed). Also taken:
+        di.SamplingParams. use_tqdm: None shows a bar where a person watches.
 
         Returns a list of strings, or with decode_sequence=False a list of lists of RequestOutput.
         A bad single prompt raises ValueError. In a list it costs its own place: the result has it
@@ -217,9 +215,7 @@ class LLM:
             )
         items, single = _prompts(prompts, prompt_token_ids)
         each = self._params(sampling_params, len(items))
-        done = self.engine.generate(
-            items[0] if single else items, each, progress=use_tqdm, special=True
-        )
+        done = self.engine.generate(items[0] if single else items, each, progress=use_tqdm)
         first, self._count = self._count, self._count + len(done)
         if self.decode_sequence:
             out = Outputs([c.text for c in done], done)
@@ -234,9 +230,7 @@ class LLM:
             given = sampling_params.SamplingParams()
         one = isinstance(given, (sampling_params.SamplingParams, SamplingParams))
         want = "sampling_params is one LLM.SamplingParams or a list of them"
-        if one:
-            return own_seeds(self._translated(given), n)
-        each = items_of(given, want)
+        each = [given] * n if one else items_of(given, want)
         if len(each) != n:
             raise ValueError(
                 f"sampling_params: {len(each)} for {n} prompts; give one, or one per prompt"

@@ -46,8 +46,8 @@ class SamplingParams:
     top_p in (0, 1]; top_k -1 (off) or 1..2**31-1. max_tokens: 0 becomes 1. logprobs: ignored, a
     token's is always returned. prompt_logprobs: False where the replay policy drops rows.
     top_logprobs 0..1000. first_n_token_no_eos: 1 keeps the end token from being the first. eos_id:
-    ignored, the model's is used. seq_seed: masked to 64 bits; None is drawn here, once. Prompts
-    that share one object get a stream each (`rng.prompt_seed`). so_args, golden_token_ids: refused so far.
+    ignored, the model's is used. seq_seed: masked to 64 bits; None is drawn here, once, so requests
+    that share one object share its seed. so_args, golden_token_ids: refused so far.
     Raises ValueError for a value, TypeError for a name that is none.
     """
 

@@ -98,8 +98,7 @@ def _facts(c: Completion) -> str:
         facts.append(f"{c.accepted_drafts} of them from drafts, {counted(_steps(c), 'step')}")
     if c.logprobs:
         facts.append(f"mean logprob {fmt(sum(c.logprobs) / len(c.logprobs))}")
-    seed = [] if c.seed is None else [f"seed {c.seed}"]
-    return ", ".join([*facts, f"finished: {c.finish_reason}", *seed])
+    return ", ".join([*facts, f"finished: {c.finish_reason}"])
 
 
 def _steps(c: Completion) -> int:

@@ -29,11 +29,9 @@ class TokenStep:
 class Completion:
     """The result of one prompt. text and token_ids are the output alone; logprobs[i] is the model's
     log-probability (temperature 1, after masks) of token i; steps[i] says where it came from.
-    request: the id of the request, by which traces, statistics and `eng.requests` know it; index: the
-    place of its prompt in what `generate` was given, else the request id. seed: the seed that was
-    used, also if none was given: the prompt alone with this seed has the same text. If a prompt
-    never became a request, both are None. error is set, and finish_reason is 'error', if the request
-    failed; what it had emitted stays. cached_tokens: tokens of the prompt that the prefix cache had, so that they were
+    index: the place of its prompt in what `generate` was given; from `step`, `abort` or a RequestHandle,
+    the request id. error is set, and finish_reason 'error', where the request failed; what it had
+    emitted stays. cached_tokens: tokens of the prompt that the prefix cache had, so that they were
     not computed. prompt: its text without special tokens, '' without a tokenizer."""
 
     index: int
@@ -49,8 +47,6 @@ class Completion:
     pieces: tuple[str, ...] = ()
     cached_tokens: int = 0
     prompt: str = ""
-    request: int | None = None
-    seed: int | None = None
 
     @property
     def accepted_drafts(self) -> int:
@@ -58,26 +54,16 @@ class Completion:
         return sum(s.source == "draft" for s in self.steps)
 
     def table(self) -> Table:
-        """One row per output token: position, id, text, logprob, engine_step, row, source. The
-        steps are numbered over the engine's life, as in traces and `eng.stats`."""
+        """One row per output token: position, id, text, logprob, step, row, source."""
         from deepinfer.tables.table import Table
 
         return Table(
             [
-                dict(
-                    position=i,
-                    id=t,
-                    text=p,
-                    logprob=lp,
-                    engine_step=s.step,
-                    row=s.row,
-                    source=s.source,
-                )
+                dict(position=i, id=t, text=p, logprob=lp, step=s.step, row=s.row, source=s.source)
                 for i, (t, p, lp, s) in enumerate(
                     zip(self.token_ids, self.pieces, self.logprobs, self.steps)
                 )
-            ],
-            provenance={"request": self.request, "seed": self.seed},
+            ]
         )
 
     def __repr__(self) -> str:
@@ -102,23 +88,21 @@ class StreamedToken:
 
 def completion(index: int, r: Request, tokenizer: Any) -> Completion:
     """What a request gives back, as far as it has come."""
-    pieces = Detokenizer(tokenizer, r.prompt).pieces(r.output)
+    text = Detokenizer(tokenizer)
     return Completion(
         index=index,
         prompt_token_ids=tuple(r.prompt),
         token_ids=tuple(r.output),
-        text="".join(pieces),
+        text=text.all(r.output),
         finish_reason=r.finish_reason or "running",
         logprobs=tuple(r.logprobs),
         steps=tuple(r.steps),
         error=r.error,
         top_logprobs=tuple(r.top_logprobs),
         prompt_logprobs=tuple(r.prompt_logprobs),
-        pieces=tuple(pieces),
+        pieces=tuple(text.push(t) for t in r.output),
         cached_tokens=r.prefix.cached_tokens or 0,
-        request=r.id,
-        seed=r.seed,
-        prompt="".join(Detokenizer(tokenizer).pieces(r.prompt)),
+        prompt=text.all(r.prompt),
     )
 
 
@@ -152,8 +136,7 @@ class Completions(list[Completion]):
         return self.table().to_pandas()
 
     def table(self) -> Table:
-        """One row per item: index, request, seed, prompt and output lengths, finish reason, mean
-        logprob, error, text."""
+        """One row per item: index, prompt and output lengths, finish reason, mean logprob, error, text."""
         from deepinfer.tables.table import Table
 
         return Table([_summary(c) for c in self], provenance=self.provenance)
@@ -176,8 +159,6 @@ def _summary(c: Completion) -> dict:
     n = len(c.token_ids)
     return dict(
         index=c.index,
-        request=c.request,
-        seed=c.seed,
         prompt_tokens=len(c.prompt_token_ids),
         tokens=n,
         finish_reason=c.finish_reason,

@@ -13,10 +13,8 @@ launched for their last owner.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.engine.process import Process
 from deepinfer.engine.stats.device_clock import DeviceClock
 
 
@@ -112,7 +109,6 @@ class WorkerDevice(Device):
     def __init__(self, device: torch.device, clock: DeviceClock) -> None:
         super().__init__(device, clock)
         self.host_phase = "launch"
-        self._process = Process("this engine had run with overlap=True")
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=serve, args=(self._jobs,), name="device", daemon=True
@@ -123,7 +119,6 @@ class WorkerDevice(Device):
         self._failure: BaseException | None = None  # of posted work, raised by the next `wait`
 
     def launch(self, work: Callable[[], Any]) -> Job:
-        self._process.require()
         if not self._stop.alive:
             raise RuntimeError("this device is closed")
         job = Job(partial(self.run, work))
@@ -143,7 +138,6 @@ class WorkerDevice(Device):
         self._jobs.put(Job(guarded))
 
     def wait(self, job: Job) -> Any:
-        self._process.require()
         job.over.wait()
         result = job.give()
         failure, self._failure = self._failure, None
@@ -152,8 +146,7 @@ class WorkerDevice(Device):
         return result
 
     def drain(self) -> None:
-        if not self._process.forked:  # else nothing runs here, and nothing will
-            self.launch(int).over.wait()  # behind everything else
+        self.launch(int).over.wait()  # behind everything else
         self._failure = None
 
     def close(self) -> None:
@@ -223,31 +216,3 @@ def put(values: Any, device: torch.device | str, dtype: torch.dtype = torch.long
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, complete once the work behind it is over (`Device.wait`)."""
     return x if x.device.type == "cpu" else x.to("cpu", non_blocking=True)
-
-
-DEFAULT_THREADS = torch.get_num_threads()
-THREADS_SET_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
-_told_of_threads = False
-
-
-def warn_of_threads(device: torch.device) -> None:
-    """Once in a process, if a CPU engine begins to work on several threads that nobody chose.
-
-    Its decode steps are small, and OpenMP's threads wait for each other by spinning: beside one busy
-    process two threads can take ten times as long as one. Torch says how many threads it uses and
-    not whether that was chosen, so its default is taken to be what it had when this module was
-    loaded. The library sets nothing itself: the setting is the process's. `di.notebook` and the
-    command set one thread.
-    """
-    global _told_of_threads
-    threads = torch.get_num_threads()
-    chosen = threads != DEFAULT_THREADS or any(name in os.environ for name in THREADS_SET_BY)
-    if _told_of_threads or device.type != "cpu" or threads == 1 or chosen:
-        return
-    _told_of_threads = True
-    warnings.warn(
-        f"this engine computes on the CPU with torch's default of {threads} threads; its steps are "
-        "small, and beside another busy process they can take ten times as long as on one: call "
-        "torch.set_num_threads(1), or start Python with OMP_WAIT_POLICY=passive",
-        stacklevel=2,
-    )

@@ -28,7 +28,6 @@ from deepinfer.engine.sampling_params import (
     Sampling,
     SamplingParams,
     deadline_of,
-    own_seeds,
     params_list,
     require_salt,
 )
@@ -170,30 +169,24 @@ class Engine(InBackground):
         progress: bool | None = None,
         timeout: float | None = None,
         salt: str | None = None,
-        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Completions:
         """Complete prompts. out[i] belongs to input i.
 
         prompts: str (raw text, bos in front), token ids, or a list of those. params: one for all or
-        one per prompt; or SamplingParams fields as keywords. One seed for all gives each prompt a
-        stream of its own (prompt 0 has the seed itself, see `rng.prompt_seed`); a list of params is
-        taken as it is. A bad single prompt raises ValueError; in
+        one per prompt; or SamplingParams fields as keywords. A bad single prompt raises ValueError; in
         a list it becomes that item's .error and the others finish. progress: None shows a bar where a
-        person watches. timeout, salt, special: as of `add`.
+        person watches. timeout, salt: as of `add`.
         """
         items, single = prompt_list(prompts)
         each = params_list(params, sampling, len(items))
-        said = sorted({repr(p) for p in each})
-        if each and not isinstance(params, (list, tuple)):
-            each = own_seeds(each[0], len(each))
         requests: list[Request | Exception] = []
         call = threading.Lock()
         with call:  # its requests end with it: see `Loop.calls`
             try:
                 for item, p in zip(items, each):
                     try:
-                        requests.append(self._add(item, p, timeout, salt, special, call))
+                        requests.append(self._add(item, p, timeout, salt, call))
                     except (ValueError, TypeError, KeyError) as error:
                         if single:
                             raise
@@ -205,7 +198,7 @@ class Engine(InBackground):
             self._completion(i, r) if isinstance(r, Request) else failed(i, r)
             for i, r in enumerate(requests)
         )
-        done.provenance = {**self._provenance(), "sampling": said}
+        done.provenance = {**self._provenance(), "sampling": sorted({repr(p) for p in each})}
         return done
 
     def _drain(self, requests: list[Request], progress: bool | None) -> None:
@@ -229,29 +222,26 @@ class Engine(InBackground):
         *,
         timeout: float | None = None,
         salt: str | None = None,
-        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> int:
-        """Queue one prompt; returns the request id, which is `.request` of the Completion that `step`
+        """Queue one prompt; returns the request id, which is `.index` of the Completion that `step`
         gives. Raises ValueError for a bad prompt or value.
 
         timeout: seconds from now after which it ends, before a step, with finish_reason 'timeout' and
         what it had emitted. A clock is read only where one is given. salt: with prefix_cache=True,
         only prompts of the same salt share what is cached, so that nobody can tell by the time
-        whether a stranger has sent the same prompt. special: text of special tokens becomes the
-        tokens, see `encode`. An id of the image token is refused: there are no images yet.
+        whether a stranger has sent the same prompt.
         """
         call = threading.Lock()
         with call:  # until the caller is about to know its id
-            one = params_list(params, sampling, 1)[0]
-            id = self._add(prompt, one, timeout, salt, special, call).id
+            id = self._add(prompt, params_list(params, sampling, 1)[0], timeout, salt, call).id
             self._keep(call)
         return id
 
     @locked
     def step(self) -> list[Completion]:
         """Run one step (nothing, when nothing waits); returns the requests it finished, the id that
-        `add` returned as `.request` of each (not those of a Background). With overlap=True a call
+        `add` returned as `.index` of each (not those of a Background). With overlap=True a call
         launches a step and gives the results of the one before."""
         self._step()
         return [self._completion(r.id, r) for r in self._open().hand_out()]
@@ -303,43 +293,32 @@ class Engine(InBackground):
         *,
         timeout: float | None = None,
         salt: str | None = None,
-        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Iterator[StreamedToken]:
         """Tokens of one prompt as they are committed. Closing the iterator aborts the request.
-        timeout, salt, special: as of `add`. The last token's text has what is left of a character
-        that the output breaks off, unless a timeout ended the request behind it."""
-        one = params_list(params, sampling, 1)[0]
-        tokens = self._stream(prompt, one, timeout, salt, special)
+        timeout, salt: as of `add`."""
+        tokens = self._stream(prompt, params_list(params, sampling, 1)[0], timeout, salt)
         next(tokens)  # now it has begun, closing or dropping it aborts the request
         return cast("Iterator[StreamedToken]", tokens)
 
     def _stream(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        timeout: float | None,
-        salt: str | None,
-        special: bool,
+        self, prompt: Any, params: SamplingParams, timeout: float | None, salt: str | None
     ) -> Iterator[StreamedToken | None]:
         call = threading.Lock()
         with call:
             try:
-                yield from self._read(self._add(prompt, params, timeout, salt, special, call))
+                yield from self._read(self._add(prompt, params, timeout, salt, call))
             finally:
                 self._end_call(call)
 
     def _read(self, request: Request) -> Iterator[StreamedToken | None]:
-        text, shown = Detokenizer(self._shared.tokenizer, request.prompt), 0
+        text, shown = Detokenizer(self._shared.tokenizer), 0
         yield None
         while True:
             last = request.finished  # asked first: another thread may be the one that steps
             while shown < len(request.logprobs):
                 token = request.output[shown]
-                said = text.push(token)
-                if request.finished and shown == len(request.output) - 1:
-                    said += text.end()
-                yield StreamedToken(token, said, request.logprobs[shown])
+                yield StreamedToken(token, text.push(token), request.logprobs[shown])
                 shown += 1
             if last:
                 break
@@ -353,18 +332,17 @@ class Engine(InBackground):
         params: SamplingParams,
         timeout: float | None,
         salt: str | None,
-        special: bool,
         call: threading.Lock,
     ) -> Request:
         deadline, salt = deadline_of(timeout), require_salt(salt)
-        return self._queue(self._ids(prompt, special), params, deadline, salt, call)
+        return self._queue(self._ids(prompt), params, deadline, salt, call)
 
-    def _ids(self, prompt: Any, special: bool) -> list[int]:
+    def _ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt, for a request. Asked before the engine's lock is taken: a long text
         is tokenised for seconds, and other requests go on meanwhile."""
         self._require_open()
-        require_length(prompt, self._limits.model_len, partial(self.encode, special=special))
-        return encode_prompt(self, prompt, special, text_only=True)
+        require_length(prompt, self._limits.model_len, self.encode)
+        return encode_prompt(self, prompt)
 
     @locked
     def _queue(
@@ -426,20 +404,17 @@ class Engine(InBackground):
         ids = encode_prompt(self, token_ids)  # before the lock is taken: see `_ids`
         return self._lock.run(lambda: self._open().logits(ids, prompt, chunks))
 
-    def score(
-        self, texts: Prompts, prompt: int | None = None, *, special: bool = False
-    ) -> scoring.Scores:
+    def score(self, texts: Prompts, prompt: int | None = None) -> scoring.Scores:
         """Log-probabilities of what follows the first `prompt` tokens (default 1, the bos) of each text.
 
-        scores[i] belongs to text i: .logprobs in nats, .perplexity, .bits_per_byte (of the tokens
-        that spell bytes: special tokens spell none, and `.silent` names them). special: text of
-        special tokens becomes the tokens, see `encode`. Raises ValueError naming the text where
+        scores[i] belongs to text i: .logprobs in nats, .perplexity, .bits_per_byte (the bytes that
+        the scored tokens spell; special tokens spell none). Raises ValueError naming the text where
         nothing follows, and the replay policy where a scored row was dropped or is not finite.
         """
         first = 1 if prompt is None else prompt
         tokenizer = self._shared.tokenizer
         each = [
-            scoring.score_text(self, i, text, first, tokenizer, special)
+            scoring.score_text(self, i, text, first, tokenizer)
             for i, text in enumerate(prompt_list(texts)[0])
         ]
         return scoring.Scores(tuple(each), self._provenance())

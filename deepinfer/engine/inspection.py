@@ -173,19 +173,16 @@ class EngineInspection:
             )
         raise KeyError(f"no request {id!r} is waiting or running; {there}")
 
-    def encode(self, text: str, bos: bool = True, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of raw text, with bos in front unless told otherwise; no chat template.
 
-        special: whether text that spells a special token (bos, eos, a role, the image placeholder)
-        becomes that token. By default it is ordinary text, so a stranger's text can end no turn.
-        With special=True a text that begins with the bos gets no second one. ValueError for
-        anything but text (bytes, None, a string with a lone surrogate) and for a text that the
-        tokenizer gives up on.
+        ValueError for what is no text (bytes, None, a string with a lone surrogate) and for a text
+        that the tokenizer gives up on.
         """
         if not isinstance(text, str):
             raise ValueError(f"encode takes one string, got {type(text).__name__}")
         check_unicode(text)
-        tokenizer = self._own_tokenizer() if special else self._shared.text_tokenizer
+        tokenizer = self._own_tokenizer()
         try:
             ids = token_ids(tokenizer, text)
         except BaseException as error:
@@ -195,8 +192,7 @@ class EngineInspection:
                 f"the tokenizer of {self._shared.source} cannot encode this text ({error}): "
                 "shorten it, or pass token ids"
             ) from None
-        first = self.config.bos_token_id
-        return [first, *ids] if bos and ids[:1] != [first] else ids
+        return [self.config.bos_token_id, *ids] if bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

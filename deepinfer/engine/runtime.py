@@ -6,16 +6,14 @@ cache, and two engines over the same weights share only the weights.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from deepinfer import kernels
 from deepinfer.cache.pages import PageManager, Pool
 from deepinfer.config import EngineConfig
-from deepinfer.engine.device import make_device, warn_of_threads
+from deepinfer.engine.device import make_device
 from deepinfer.engine.prefix.manager import PrefixCacheManager
 from deepinfer.engine.replay import ReplayPlanner
-from deepinfer.engine.sampling_params import SamplingParams
 from deepinfer.engine.scheduling import scheduler
 from deepinfer.engine.scheduling.resources import Resources
 from deepinfer.engine.sizing import Limits, cache_bytes, make_cache, snapshot_budget
@@ -46,7 +44,6 @@ class Runtime:
         self.config = model.config
         self.slots, self.limits, self.edits = slots, limits, edits
         self._ops = kernels.bind(settings.kernels, settings.batch_invariant)
-        warn_of_threads(model.device)
         self.stats = Stats(clock=device_clock(model.device))
         self.device = make_device(model.device, self.stats.clock, settings.overlap)
         require(
@@ -61,7 +58,6 @@ class Runtime:
             self.config, settings, self.slots, self.limits, model.dtype, model.device
         )
         self.planner = ReplayPlanner(self.replay, self.config)
-        self._told_of_cut = False
         self.prefix_cache: PrefixCacheManager | None = None
         if settings.prefix_cache:
             self.prefix_cache = PrefixCacheManager(
@@ -113,18 +109,6 @@ class Runtime:
     def replay_plan(self, prompt: Prompt) -> ReplayPlan:
         """The replay slot's plan for a prompt, checked; errors as of `ReplayPlanner.plan`."""
         return self.planner.plan(prompt)
-
-    def warn_of_cut(self, max_tokens: int) -> None:
-        """Once, if a request asks for more tokens than fit behind any prompt: it gets what fits."""
-        limit = self.limits.model_len
-        if self._told_of_cut or max_tokens < limit or max_tokens == SamplingParams.max_tokens:
-            return
-        self._told_of_cut = True
-        warnings.warn(
-            f"max_tokens={max_tokens} is more than max_model_len={limit} leaves behind any prompt: "
-            "the request ends there with finish_reason 'length'",
-            stacklevel=2,
-        )
 
     @property
     def ops(self) -> Ops:

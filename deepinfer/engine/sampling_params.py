@@ -8,11 +8,11 @@ import inspect
 import math
 import numbers
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
 
 from deepinfer.engine.keywords import NEAR, Kept, Word
-from deepinfer.rng import GREEDY_BELOW, prompt_seed
+from deepinfer.rng import GREEDY_BELOW
 
 LARGEST_TOP_K = 2**31 - 1
 
@@ -46,11 +46,8 @@ class SamplingParams:
     before them is <= top_p. top_k: -1 (off) or >= 1, applied after top_p; more than the vocabulary
     is no filter. max_tokens: most tokens generated, >= 1. ignore_eos: go on past the end token.
     top_logprobs: how many of the most likely tokens to report at each output position.
-    prompt_logprobs: report the log-probability of each prompt token. seed: 0..2**64-1; None for
-    one that is derived from the engine's seed (0 unless given) and the request's number, so a
-    fresh process repeats its texts. One seed for a list of prompts gives each prompt a stream of
-    its own. `Completion.seed` is the seed that was used. max_tokens beyond what max_model_len
-    leaves behind the prompt is cut to that. grammar: a spec for the engine's grammar slot, or None.
+    prompt_logprobs: report the log-probability of each prompt token. seed: 0..2**64-1, or None for
+    one drawn from the engine's own seed. grammar: a spec for the engine's grammar slot, or None.
     """
 
     temperature: float = 1.0
@@ -200,14 +197,6 @@ def params_list(params: Any, sampling: Any, n: int) -> list[SamplingParams]:
             f"params: {len(each)} for {n} prompts; give one SamplingParams, or one per prompt"
         )
     return each
-
-
-def own_seeds(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """One SamplingParams for each of n prompts that share `params`. If it has a seed, each prompt
-    gets a stream of its own: see `rng.prompt_seed`."""
-    if params.seed is None:
-        return [params] * n
-    return [replace(params, seed=prompt_seed(params.seed, i)) for i in range(n)]
 
 
 def require_timeout(timeout: float) -> float:

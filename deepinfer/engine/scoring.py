@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepinfer.engine.text import byte_count, encode_prompt, silent
+from deepinfer.engine.text import byte_count, encode_prompt
 
 if TYPE_CHECKING:
     from deepinfer.engine.engine import Engine
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Score:
     """One text: logprobs[i], in nats, is that of token_ids[first + i]; nbytes: of the text that the
-    scored tokens spell (0 without a tokenizer). silent: (position in token_ids, name) of the scored
-    tokens that spell no bytes, such as the end token: they count in nats and perplexity, and
-    bits_per_byte leaves them out."""
+    scored tokens spell (0 without a tokenizer)."""
 
     token_ids: tuple[int, ...]
     first: int
     logprobs: tuple[float, ...]
     nbytes: int
-    silent: tuple[tuple[int, str], ...] = ()
 
     @property
     def nats(self) -> float:
@@ -41,41 +38,23 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Of the tokens that spell bytes; NaN if no byte was scored."""
-        return self.spelt_nats / math.log(2) / self.nbytes if self.nbytes else math.nan
-
-    @property
-    def spelt_nats(self) -> float:
-        """Nats of the tokens that spell bytes."""
-        left_out = {position - self.first for position, _ in self.silent}
-        return -math.fsum(x for i, x in enumerate(self.logprobs) if i not in left_out)
+        """NaN where no byte was scored."""
+        return self.nats / math.log(2) / self.nbytes if self.nbytes else math.nan
 
 
 def score(logits: Tensor, ids: list[int], first: int, tokenizer) -> Score:
     """The Score of ids[first:], whose distributions are the rows of logits [len(ids) - first, v]."""
     wanted = torch.tensor(ids[first:], device=logits.device)
     logprobs = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
-    places = [first + at for at in silent(tokenizer, ids[first:])]
-    return Score(
-        token_ids=tuple(ids),
-        first=first,
-        logprobs=tuple(logprobs.tolist()),
-        nbytes=byte_count(tokenizer, ids[first:]),
-        silent=tuple((at, tokenizer.id_to_token(ids[at]) or str(ids[at])) for at in places),
-    )
+    return Score(tuple(ids), first, tuple(logprobs.tolist()), byte_count(tokenizer, ids[first:]))
 
 
 def score_text(
-    eng: Engine,
-    index: int,
-    text: str | Sequence[int],
-    first: int,
-    tokenizer: Any,
-    special: bool = False,
+    eng: Engine, index: int, text: str | Sequence[int], first: int, tokenizer: Any
 ) -> Score:
     """The Score of what follows the first `first` tokens of text number `index` of a list. Raises
     ValueError naming it where nothing follows, or where a scored row has no logits."""
-    ids = encode_prompt(eng, text, special)
+    ids = encode_prompt(eng, text)
     if first >= len(ids):
         raise ValueError(
             f"score: text {index} has {len(ids)} tokens and prompt={first}: nothing follows to be "
@@ -101,16 +80,16 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """exp of the mean nats of a token, over all texts."""
-        nats = math.fsum(s.nats for s in self.items)
-        tokens = sum(len(s.logprobs) for s in self.items)
-        return math.exp(nats / tokens) if tokens else math.nan
+        return self._transaction.perplexity
 
     @property
     def bits_per_byte(self) -> float:
-        """Of the tokens that spell bytes, over all texts."""
-        nats = math.fsum(s.spelt_nats for s in self.items)
-        nbytes = sum(s.nbytes for s in self.items)
-        return nats / math.log(2) / nbytes if nbytes else math.nan
+        return self._transaction.bits_per_byte
+
+    @property
+    def _transaction(self) -> Score:
+        logprobs = tuple(x for s in self.items for x in s.logprobs)
+        return Score((), 0, logprobs, sum(s.nbytes for s in self.items))
 
     def table(self) -> Table:
         """One row per text: tokens, bytes, nats, perplexity, bits_per_byte."""
@@ -128,14 +107,7 @@ class Scores:
             }
             for i, s in enumerate(self.items)
         ]
-        silent = [name for s in self.items for _, name in s.silent]
-        left_out = ""
-        if silent:
-            names = ", ".join(sorted(set(silent)))
-            left_out = f", {counted(len(silent), 'silent token')} left out of it ({names})"
-        together = (
-            f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}{left_out}"
-        )
+        together = f"perplexity {fmt(self.perplexity)}, bits per byte {fmt(self.bits_per_byte)}"
         return Table(
             rows, title=f"{counted(len(rows), 'text')}: {together}", provenance=self.provenance
         )

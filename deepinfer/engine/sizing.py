@@ -11,8 +11,6 @@ from deepinfer.cache.addressing import most_page_ends, pages_of
 from deepinfer.cache.kv_cache import CacheSize, KVCache
 from deepinfer.cache.snapshots import snapshot_bytes
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.slots.protocols import KVSpec
-from deepinfer.slots.results import expect_record
 
 DEFAULT_MODEL_LEN = 4096  # DeepInfer's default where max_model_len is not given
 
@@ -97,8 +95,6 @@ def make_cache(
     """The cache of an engine. on: the device of its storage if it is another one; a meta device gives
     the sizes without memory."""
     specs = [slots["attention"].kv_spec(config, i) for i in range(len(config.compress_ratios))]
-    for spec in specs:
-        expect_record(spec, KVSpec, f"attention {slots['attention']!r}.kv_spec")
     return KVCache(
         config, specs, cache_size(settings, limits, device), dtype=dtype, device=on or device
     )

@@ -15,7 +15,7 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -174,15 +174,12 @@ class Trace:
         out.accepted = torch.cat(self._flags(name)).to(out.position.device)
         return out
 
-    def at(self, name: str, position: int, request: Any = None) -> Tensor:
+    def at(self, name: str, position: int, request: int | None = None) -> Tensor:
         """The row that stands at `position` of a sequence: never one of a rejected draft.
 
-        request: a Completion, a RequestHandle, or a request id (`Completion.request`, not `.index`,
-        which counts in a list); needed if several have that position. Of several teacher-forced
-        passes the last counts. Raises KeyError if no row, or the row of more than one request, is
-        meant.
+        request: needed where several have that position. Of several teacher-forced passes the last
+        counts. Raises KeyError where no row, or the row of more than one request, is meant.
         """
-        request = request_id(request)
         x = self[name]
         match = (x.position == position) & x.accepted
         if request is not None:
@@ -243,16 +240,6 @@ class Trace:
         settled = self._accepted[name]
         late = self._rows[name][len(settled) :]
         return [*settled, *(torch.zeros(len(x), dtype=torch.bool) for x, _ in late)]
-
-
-def request_id(of: Any) -> int | None:
-    """The id of a request that is given as it, its Completion or its RequestHandle. KeyError for a
-    Completion of a prompt that never became a request."""
-    if hasattr(of, "request"):
-        if of.request is None:
-            raise KeyError(f"item {of.index} never became a request: {of.error}")
-        return of.request
-    return getattr(of, "id", of)
 
 
 def edited(name: str, changed: object, x: Tensor) -> Tensor:

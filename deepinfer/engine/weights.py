@@ -67,17 +67,6 @@ class Weights:
         """What the tokenizer adds to the released layout ('normalizer Lowercase'), or ''."""
         return "" if self.tokenizer is None else ", ".join(additions(self.tokenizer))
 
-    @functools.cached_property
-    def text_tokenizer(self) -> Tokenizer:
-        """A copy of the tokenizer, made at first use, to which special tokens in a text are text."""
-        from tokenizers import Tokenizer
-
-        if self.tokenizer is None:
-            raise ValueError(f"{self.source} has no tokenizer.json: pass token ids")
-        copy = Tokenizer.from_str(self.tokenizer.to_str())
-        copy.encode_special_tokens = True
-        return copy
-
     @property
     def config(self) -> ModelConfig:
         return self.model.config

@@ -16,7 +16,6 @@ from deepinfer.kernels.records import Layout, Records
 from deepinfer.kernels.registry import Ops
 from deepinfer.model.rope import angles, frequencies
 from deepinfer.slots.protocols import Attention, AttnPlan, Batch, Experts, RowSet
-from deepinfer.slots.results import expect_record
 
 Tap = Callable[[str, Tensor, RowSet], Tensor]
 OnWindowWrite = Callable[[int, Tensor, RowSet], None]
@@ -99,12 +98,10 @@ class ForwardContext:
         """The attention slot's plan; layers with equal row sets and floors share one."""
         groups = self.batch.floor_groups
         key = ("plan", id(keys), id(queries), 0 if groups is None else groups[layer])
-        return self.once(key, lambda: self._plan(layer, keys, queries))
-
-    def _plan(self, layer: int, keys: RowSet, queries: RowSet) -> AttnPlan:
-        made = self.attention.plan(self.batch, keys, queries, self.floor(layer), self.cache)
-        expect_record(made, AttnPlan, f"attention {type(self.attention).__name__}.plan")
-        return made
+        return self.once(
+            key,
+            lambda: self.attention.plan(self.batch, keys, queries, self.floor(layer), self.cache),
+        )
 
     def records(self, stored: Records | None, own: Tensor) -> Records:
         """History followed by the step's own rows, as one index space. Where no sequence has any

@@ -5,13 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
 import torch
 
-import deepinfer as di
-from deepinfer.engine import device
 from deepinfer.engine.device import Device, SimulatedDevice, WorkerDevice
 from support.overlapped import PARAMS, PROMPTS, engine
 
@@ -76,101 +73,3 @@ def test_a_process_may_end_with_a_step_on_its_way(ending):
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-FORKED = """
-import os, sys, threading
-sys.path.insert(0, "tests")
-from support.small import small_engine
-
-def engine(**changes):
-    return small_engine("one layer", vocab=97, max_model_len=64, **changes)
-
-def in_a_fork(work):
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = str(work())
-        except RuntimeError as error:
-            said = str(error)
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        print(answer.read())
-    os.waitpid(pid, 0)
-
-RUN = dict(max_tokens=2, ignore_eos=True)
-overlapped = engine(overlap=True)
-overlapped.generate([5, 6], **RUN)
-in_a_fork(lambda: overlapped.generate([5, 6], **RUN))
-overlapped.add([5] * 9, **RUN)
-overlapped.step()
-in_a_fork(lambda: overlapped.generate([5, 6], **RUN))
-in_a_fork(lambda: len(overlapped.with_(overlap=False).generate([5, 6], **RUN)))
-in_a_fork(overlapped.close)
-served = engine()
-with served.background() as bg:
-    running = bg.add([5, 6], **RUN)
-    done = running.result()
-    in_a_fork(lambda: bg.add([5, 6], **RUN))
-    in_a_fork(lambda: len(running.result().token_ids))
-    held, go_on = threading.Event(), threading.Event()
-    busy = threading.Thread(target=lambda: served._lock.run(lambda: (held.set(), go_on.wait())))
-    busy.start()
-    held.wait()
-    in_a_fork(lambda: served.generate([5, 6], **RUN))
-    go_on.set()
-    busy.join()
-plain = engine()
-plain.generate([5, 6], **RUN)
-in_a_fork(lambda: len(plain.generate([5, 6], **RUN)))
-"""
-
-
-def test_a_forked_process_says_at_once_that_it_has_no_threads():
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    overlap = "this engine had run with overlap=True"
-    want = [
-        overlap,
-        overlap,
-        "1",
-        "None",
-        "this background runs",
-        "2",
-        "another thread was in",
-        "1",
-    ]
-    assert len(said) == len(want) and all(w in s for w, s in zip(want, said)), said
-    assert all("'spawn'" in s for s in said if "forked" in s)
-
-
-@pytest.mark.parametrize(
-    "threads, environment, told",
-    [
-        (1, {}, 0),  # chosen by somebody, or a machine of one core
-        (2, {}, 1),
-        (3, {}, 0),  # set after torch was loaded
-        (2, {"OMP_NUM_THREADS": "2"}, 0),
-        (2, {"OMP_WAIT_POLICY": "passive"}, 0),
-    ],
-)
-def test_default_threads_are_warned_of_once(monkeypatch, threads, environment, told):
-    for name in device.THREADS_SET_BY:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device, "DEFAULT_THREADS", 2)
-    monkeypatch.setattr(device, "_told_of_threads", False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            di.Engine.tiny(max_model_len=64, max_num_seqs=1).runtime
-        device.warn_of_threads(torch.device("cuda"))
-    assert [str(w.message).count("set_num_threads(1)") for w in seen] == [1] * told

@@ -83,21 +83,6 @@ def test_special_tokens_spell_nothing(engine):
     assert len(score.logprobs) == len(ids) - 1 and score.nbytes == 2
 
 
-def test_a_token_that_spells_nothing_is_left_out_of_bits_per_byte_by_name(engine):
-    ids = engine.encode("The walk of a token")
-    name = engine.tokenizer.id_to_token(engine.config.eos_token_id)
-    for at in (len(ids), 3):  # at the end and in the middle
-        (score,) = scores = engine.score([[*ids[:at], engine.config.eos_token_id, *ids[at:]]])
-        assert score.silent == ((at, name),) and len(score.logprobs) == len(ids)
-        spelt = score.nats + score.logprobs[at - 1]
-        assert score.bits_per_byte == pytest.approx(spelt / math.log(2) / score.nbytes)
-        assert scores.bits_per_byte == score.bits_per_byte
-        assert score.perplexity == pytest.approx(math.exp(score.nats / len(ids)))
-        assert f"1 silent token left out of it ({name})" in repr(scores)
-    (plain,), (ended,) = engine.score([ids]), engine.score([[*ids, engine.config.eos_token_id]])
-    assert plain.silent == () and plain.bits_per_byte == pytest.approx(ended.bits_per_byte)
-
-
 def test_the_table_says_it_over_all_texts(engine):
     scores = engine.score(TEXTS)
     table = scores.table()

@@ -26,7 +26,6 @@ from deepinfer.engine.background.handle import RequestHandle, Waiters
 from deepinfer.engine.completion import StreamedToken
 from deepinfer.engine.inspection import EngineInspection
 from deepinfer.engine.keywords import completes
-from deepinfer.engine.process import Process
 from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import (
     FORKED,
@@ -71,7 +70,6 @@ class Background:
         self._rest = Waiters()  # rung when nothing that was added here is left
         self._failure: str | None = None
         self._closed = False
-        self._process = Process("this background runs")
         self._wake: SimpleQueue[bool] = SimpleQueue()
         context = contextvars.copy_context()
         args = (serve, weakref.ref(self), self._wake, weakref.ref(eng), self._owned)
@@ -92,17 +90,13 @@ class Background:
         *,
         timeout: float | None = None,
         salt: str | None = None,
-        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> RequestHandle:
         """Queue one prompt; returns at once, but for the step that is running. Arguments and errors
         as of `eng.add`. Safe from any thread. RuntimeError after close()."""
         self._require_open()
         one = params_list(params, sampling, 1)[0]
-        ids, deadline = (
-            self._eng._ids(prompt, special),
-            deadline_of(timeout),
-        )  # before the lock is taken
+        ids, deadline = self._eng._ids(prompt), deadline_of(timeout)  # before the lock is taken
         return self._eng._lock.run(self._add, ids, one, deadline, require_salt(salt))
 
     def _add(
@@ -116,7 +110,6 @@ class Background:
         return handle
 
     def _require_open(self) -> None:
-        self._process.require()
         if self._closed:
             raise RuntimeError("this background is closed: make another with eng.background()")
 
@@ -289,7 +282,7 @@ class InBackground(EngineInspection):
     def _open(self) -> Loop:
         raise NotImplementedError
 
-    def _ids(self, prompt: Any, special: bool) -> list[int]:
+    def _ids(self, prompt: Any) -> list[int]:
         raise NotImplementedError
 
     @locked
@@ -328,7 +321,6 @@ class InBackground(EngineInspection):
         *,
         timeout: float | None = None,
         salt: str | None = None,
-        special: bool = False,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[StreamedToken]:
         """`stream` for coroutines: `async for token in eng.astream(...)`. The event loop goes on,
@@ -340,7 +332,7 @@ class InBackground(EngineInspection):
         iterator.
         """
         one = params_list(params, sampling, 1)[0]
-        ids, deadline = self._ids(prompt, special), deadline_of(timeout)  # before the lock is taken
+        ids, deadline = self._ids(prompt), deadline_of(timeout)  # before the lock is taken
         return aiter(self._lock.run(self._running, ids, one, deadline, require_salt(salt)))
 
     def _running(
@@ -383,7 +375,7 @@ def close_all() -> None:
     """At the interpreter's end: no thread, nor an overlapped engine's device, may be in a kernel
     when it is taken down."""
     for background in list(_LIVE):
-        if not background.closed and not background._process.forked:
+        if not background.closed:
             background._eng.close()
 
 

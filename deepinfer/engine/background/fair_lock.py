@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from deepinfer.engine.process import Process
-
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
@@ -26,19 +24,16 @@ class FairLock:
     politeness: an interrupt may cost somebody the place, never the lock.
     """
 
-    __slots__ = ("_lock", "_guard", "_last", "_inside", "_process")
+    __slots__ = ("_lock", "_guard", "_last", "_inside")
 
     def __init__(self) -> None:
         self._lock, self._guard = threading.RLock(), threading.RLock()
         self._last = threading.RLock()  # held by the last who asked, until done
-        self._process = Process("another thread was in a call of this engine")
         self._inside: set[int] = set()  # threads that wait or have their turn
 
     def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """work(...) in this thread's turn; at once where it has the turn already."""
         me = threading.get_ident()
-        if self._inside - {me} and self._process.forked:  # they never leave in this process
-            self._process.require()
         if me in self._inside:
             with self._lock:
                 return work(*args, **kwargs)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
 from deepinfer.engine.completion import Completion, StreamedToken
-from deepinfer.engine.process import Process
 from deepinfer.engine.request import Request
 from deepinfer.engine.sampling_params import require_timeout
 from deepinfer.engine.text import Detokenizer
@@ -31,7 +30,6 @@ class Waiters:
 
     def __init__(self) -> None:
         self._hung: deque[Callable[[], object]] = deque()
-        self._process = Process("what is waited for runs")
 
     def ring(self) -> None:
         """Call it after the news can be seen: who hangs up a bell looks once more."""
@@ -46,7 +44,6 @@ class Waiters:
         """Block until ready(), or for `timeout` seconds; returns ready()."""
         until = None if timeout is None else time.monotonic() + timeout
         while not ready():
-            self._process.require()
             bell = threading.Lock()
             bell.acquire()
             self._hung.append(bell.release)
@@ -59,7 +56,6 @@ class Waiters:
         """`wait` for a coroutine: its event loop goes on."""
         loop = asyncio.get_running_loop()
         while not ready():
-            self._process.require()
             bell = loop.create_future()
             self._hung.append(lambda: loop.call_soon_threadsafe(answer, bell))
             if not ready():
@@ -73,15 +69,7 @@ def answer(bell: asyncio.Future[None]) -> None:
 
 class RequestHandle:
     """One request of a Background. `result`, iteration and `await` may be used together, from any
-    number of threads and event loops.
-
-    An abandoned request does not run on: leaving a loop over its tokens before the end, or
-    cancelling a task that awaits or reads it, aborts it. That holds for the last reader only.
-    While another task or thread awaits or reads it, or waits in `result`, cancelling one of them
-    (as `asyncio.wait_for` does when its time is up) ends that one's wait and nothing else. Use
-    `asyncio.shield(handle)` where a cancelled wait must let it run on. An interrupted `result`
-    never aborts it. `abort()` always does.
-    """
+    number of threads and event loops."""
 
     def __init__(self, background: Background, request: Request) -> None:
         self._background, self._request = background, request
@@ -90,7 +78,6 @@ class RequestHandle:
         self._fault: BaseException | None = None  # of a step, not of this request
         self._news, self._end = Waiters(), Waiters()
         self._completion: Completion | None = None
-        self._readers: set[object] = set()  # one for each that awaits, reads or waits now
 
     @property
     def id(self) -> int:
@@ -113,11 +100,8 @@ class RequestHandle:
 
     @property
     def text(self) -> str:
-        """The text of the output so far; a character that is not complete yet is left out until
-        the end."""
-        text = Detokenizer(self._background._eng._shared.tokenizer, self._request.prompt)
-        said = "".join(map(text.push, self.token_ids))
-        return said + text.end() if self._finished else said
+        """The text of the output so far."""
+        return Detokenizer(self._background._eng._shared.tokenizer).all(list(self.token_ids))
 
     # --------------------------------------------------------------------------------- waiting
 
@@ -130,13 +114,8 @@ class RequestHandle:
         """
         if timeout is not None:
             timeout = require_timeout(timeout)
-        reader = object()
-        try:
-            self._readers.add(reader)
-            if not self._end.wait(lambda: self._finished, timeout):
-                raise TimeoutError(f"{self!r} has not finished in {timeout} s; it runs on")
-        finally:
-            self._readers.discard(reader)
+        if not self._end.wait(lambda: self._finished, timeout):
+            raise TimeoutError(f"{self!r} has not finished in {timeout} s; it runs on")
         return self._outcome()
 
     def abort(self) -> Completion:
@@ -154,9 +133,8 @@ class RequestHandle:
         return cast("Iterator[StreamedToken]", tokens)
 
     def _tokens(self) -> Iterator[StreamedToken | None]:
-        read, shown, reader = self._reader(), 0, object()
+        read, shown = self._reader(), 0
         try:
-            self._readers.add(reader)
             yield None
             while True:
                 self._news.wait(lambda: self._beyond(shown))
@@ -166,21 +144,19 @@ class RequestHandle:
                 shown += 1
             self._raise()
         finally:
-            self._leave(reader)
+            self._give_up()
 
     def __aiter__(self) -> AsyncTokens:
         """As iteration; cancelling the task aborts the request too. See `AsyncTokens`."""
         return AsyncTokens(self)
 
     def __await__(self) -> Generator[object, None, Completion]:
-        """As `result`; cancelling the last task that waits aborts the request, after the step that
+        """As `result`; cancelling the task that waits aborts the request, after the step that
         runs: `abort()` or `result()` waits for that."""
-        reader = object()
         try:
-            self._readers.add(reader)
             yield from self._end.heard(lambda: self._finished).__await__()
         finally:
-            self._leave(reader)
+            self._give_up()
         return self._outcome()
 
     def _beyond(self, shown: int) -> bool:
@@ -189,16 +165,10 @@ class RequestHandle:
 
     def _reader(self) -> Callable[[int], StreamedToken]:
         """What gives token i, asked one after another."""
-        request = self._request
-        text = Detokenizer(self._background._eng._shared.tokenizer, request.prompt)
-
-        def read(i: int) -> StreamedToken:
-            said = text.push(request.output[i])
-            if request.finished and i == len(request.output) - 1:
-                said += text.end()
-            return StreamedToken(request.output[i], said, request.logprobs[i])
-
-        return read
+        request, text = self._request, Detokenizer(self._background._eng._shared.tokenizer)
+        return lambda i: StreamedToken(
+            request.output[i], text.push(request.output[i]), request.logprobs[i]
+        )
 
     def _raise(self) -> None:
         error = self._fault or self._request.error
@@ -212,14 +182,11 @@ class RequestHandle:
             self._completion = self._background._eng._completion(self.id, self._request)
         return self._completion
 
-    def _leave(self, reader: object) -> bool:
-        """A reader goes. If it was the last one before the end, the thread aborts the request before
-        its next step (an event loop does not wait for that). Returns whether it does."""
-        self._readers.discard(reader)
-        last = not self._finished and not self._readers
-        if last:
+    def _give_up(self) -> None:
+        """Nobody wants it any more: the thread aborts it before its next step. An event loop does
+        not wait for that."""
+        if not self._finished:
             self._background._drop(self.id)
-        return last
 
     # ----------------------------------------------------------- what the background calls
 
@@ -249,14 +216,12 @@ class RequestHandle:
 
 class AsyncTokens:
     """The tokens of a RequestHandle as they are committed, an async iterator. The request is aborted
-    if this is closed or dropped before the end, or its task is cancelled, and nobody else reads or
-    awaits it. `aclose` waits for its end; the other two do not, so it may run until the end of the
-    step that is running."""
+    where it is closed or dropped before the end, or its task is cancelled. `aclose` waits for its
+    end; the other two do not, so it may run until the end of the step that is running."""
 
     def __init__(self, handle: RequestHandle) -> None:
         self._running, self._read, self._shown = handle, handle._reader(), 0
-        self._over, self._id = False, object()
-        handle._readers.add(self._id)
+        self._over = False
 
     def __aiter__(self) -> AsyncTokens:
         return self
@@ -269,23 +234,22 @@ class AsyncTokens:
             await handle._news.heard(lambda: handle._beyond(self._shown))
         except BaseException:  # cancelled, which is not held up
             self._over = True
-            handle._leave(self._id)
+            handle._give_up()
             raise
         if self._shown == handle._committed:
             self._over = True
-            handle._leave(self._id)
             handle._raise()
             raise StopAsyncIteration
         self._shown += 1
         return self._read(self._shown - 1)
 
     async def aclose(self) -> None:
-        """Read no more: unless somebody else reads, the request is aborted before the next step, and
-        has ended when this returns."""
+        """Read no more: the request is aborted before the next step, and has ended when this
+        returns."""
         self._over = True
-        if self._running._leave(self._id):
-            await self._running._end.heard(lambda: self._running._finished)
+        self._running._give_up()
+        await self._running._end.heard(lambda: self._running._finished)
 
     def __del__(self) -> None:
         if not self._over:
-            self._running._leave(self._id)
+            self._running._give_up()

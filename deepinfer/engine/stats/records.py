@@ -14,15 +14,11 @@ from time import perf_counter
 PHASES: tuple[str, ...] = ("schedule", "launch", "wait", "post-process")  # of a step, on the host
 
 
-COMPLETED = ("stop", "length")  # ends of a request that nobody and nothing cut short
-
-
 @dataclass(slots=True, eq=False)
 class StepRecord:
     """One committed step.
 
-    rows: prompt and decode rows that ran, verified drafts included; recomputed_rows: of the
-    prompt rows, those of positions that had been computed before (a preemption); tokens: emitted; chunked:
+    rows: prompt and decode rows that ran, verified drafts included; tokens: emitted; chunked:
     prompts that are not complete after it; verified / accepted: drafts; preempted: requests preempted for it;
     sum_seqlen_qxk: summed over its sequences, rows times context length. While it ran: running,
     waiting (requests), kv_usage, state_usage (0 to 1). unfinished: requests left after it.
@@ -37,7 +33,6 @@ class StepRecord:
     requests: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
-    recomputed_rows: int = 0
     tokens: int = 0
     chunked: int = 0
     verified: int = 0
@@ -75,7 +70,6 @@ class StepRecord:
         rest = (
             "prefill_rows",
             "decode_rows",
-            "recomputed_rows",
             "chunked",
             "verified",
             "accepted",
@@ -102,8 +96,7 @@ class RequestRecord:
 
     request: its id; cached_tokens: prompt tokens found in the prefix cache; gaps: seconds between
     one emission and the next (the tokens of one step arrive together), kept until the request has
-    finished; itl: their 50th, 90th and 99th percentile then. computed: positions of the prompt
-    that have been computed once.
+    finished; itl: their 50th, 90th and 99th percentile then.
     """
 
     request: int
@@ -119,19 +112,6 @@ class RequestRecord:
     ended: float | None = None
     gaps: list[float] = field(default_factory=list)
     itl: tuple[float, float, float] | None = None
-    computed: int = 0
-
-    def compute(self, start: int, stop: int) -> int:
-        """Prompt rows start..stop-1 run. Returns how many of them run again, not for the first time:
-        also those of output tokens, which decode rows had computed."""
-        first = max(min(stop, self.prompt_tokens) - max(start, self.computed), 0)
-        self.computed = max(self.computed, min(stop, self.prompt_tokens))
-        return stop - start - first
-
-    @property
-    def completed(self) -> bool:
-        """Whether it came to its own end, by a stop or its length."""
-        return self.finish_reason in COMPLETED
 
     @property
     def queue_time(self) -> float | None:

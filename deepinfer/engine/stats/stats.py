@@ -52,7 +52,6 @@ class Stats:
     mixed_steps: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
-    recomputed_rows: int = 0
     row_limit: int = 0
     tokens: int = 0
     requests: int = 0
@@ -164,8 +163,6 @@ class Stats:
                 record.verified += len(drafted)
             else:
                 record.prefill_rows += rows
-                if (live := self._live.get(item.id)) is not None:
-                    record.recomputed_rows += live.compute(item.start, item.stop)
                 record.chunked += not item.emits
             record.sum_seqlen_qxk += rows * seqlen_k
             record.max_seqlen_k = max(record.max_seqlen_k, seqlen_k)
@@ -181,7 +178,6 @@ class Stats:
         self.mixed_steps += kind == "mixed"
         self.prefill_rows += record.prefill_rows
         self.decode_rows += record.decode_rows
-        self.recomputed_rows += record.recomputed_rows
         self.row_limit += max_rows
         self.sum_seqlen_qxk += record.sum_seqlen_qxk
         self.max_seqlen_k = max(self.max_seqlen_k, record.max_seqlen_k)
@@ -280,15 +276,14 @@ class Stats:
         if gaps:
             p50, p90, p99 = (percentile(gaps, fraction) or 0.0 for fraction in (0.5, 0.9, 0.99))
             live.itl = (p50, p90, p99)
-            if live.completed:
-                self.gaps.extend(gaps)
-                self.tallies["ITL"].add(*gaps)
+            self.gaps.extend(gaps)
+            self.tallies["ITL"].add(*gaps)
         live.gaps = []
         self.ended_prompt_tokens += live.prompt_tokens
         self.ended_tokens += live.tokens
         for name in ("queue", "TTFT", "TPOT", "latency"):
             value = live.seconds()[name]
-            if value is not None and live.completed:
+            if value is not None:
                 self.tallies[name].add(value)
         self.request_records.append(live)
         self.ended_requests += 1
@@ -339,10 +334,8 @@ class Stats:
         return tables.times(self, last)
 
     def latencies(self) -> Table:
-        """name, count, mean, p50, p90, p99, max of requests that came to their own end (stop or
-        length), in milliseconds; the title says how many others were left out: a request that is
-        aborted early would look fast. ITL is the time between two emissions of a request.
-        Percentiles: of those held; the rest: of all."""
+        """name, count, mean, p50, p90, p99, max of finished requests, in milliseconds. ITL is the
+        time between two emissions of a request. Percentiles: of those held; the rest: of all."""
         return tables.latencies(self)
 
     def by_step(self, *, times: bool = True) -> Table:

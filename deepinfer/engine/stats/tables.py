@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.display.numbers import counted as number_of
 from deepinfer.display.numbers import fmt
-from deepinfer.engine.stats.records import COMPLETED, PHASES, RequestRecord, StepRecord, percentile
+from deepinfer.engine.stats.records import PHASES, RequestRecord, StepRecord, percentile
 
 if TYPE_CHECKING:
     from deepinfer.engine.stats.stats import Stats
@@ -27,7 +27,6 @@ TOTALS = (
     "mixed_steps",
     "prefill_rows",
     "decode_rows",
-    "recomputed_rows",
     "tokens",
     "requests",
     "prompt_tokens",
@@ -39,12 +38,7 @@ TOTALS = (
     "peak_waiting",
     "peak_kv_usage",
 )
-RARE = (
-    "mixed_steps",
-    "preemptions",
-    "cached_tokens",
-    "recomputed_rows",
-)  # shown once they happened
+RARE = ("mixed_steps", "preemptions", "cached_tokens")  # shown once they happened
 
 
 def counters(stats: Stats) -> Table:
@@ -133,10 +127,7 @@ def latencies(stats: Stats) -> Table:
         row: dict[str, object] = dict(name=name, count=tally.count, mean=milli(tally.mean))
         row |= {f"p{n}": milli(percentile(held, n / 100)) for n in (50, 90, 99)}
         rows.append(row | {"max": milli(tally.most) if tally.count else None})
-    left_out = sum(n for reason, n in stats.finished.items() if reason not in COMPLETED)
     title = "latencies of finished requests, in ms"
-    if left_out:
-        title += f"; {number_of(left_out, 'request')} that did not end by stop or length left out"
     return Table(rows, title=title, provenance=stats.facts())
 
 
@@ -147,7 +138,6 @@ def speeds_of_all(stats: Stats) -> dict[tuple[str, str], float | None]:
         stats.steps,
         stats.tokens,
         stats.prefill_rows,
-        stats.recomputed_rows,
         anchors + sum(stats.accepted.values()),
         stats.seconds,
         stats.host_seconds,
@@ -171,7 +161,6 @@ def speeds_of_last(stats: Stats, last: int) -> dict[tuple[str, str], float | Non
         len(held),
         sum(r.tokens for r in held),
         sum(r.prefill_rows for r in held),
-        sum(r.recomputed_rows for r in held),
         sum(r.decode_rows - r.verified + r.accepted for r in held),
         seconds,
         host,
@@ -179,17 +168,14 @@ def speeds_of_last(stats: Stats, last: int) -> dict[tuple[str, str], float | Non
     )
 
 
-def speeds(steps, tokens, prefill_rows, again, decode_tokens, seconds, host, device) -> dict:
-    """(name, unit) -> value. Prompt and decode tokens are per second of their own steps; rows that
-    a preempted request runs again are no prompt tokens and are shown apart."""
+def speeds(steps, tokens, prefill_rows, decode_tokens, seconds, host, device) -> dict:
+    """(name, unit) -> value. Prompt and decode tokens are per second of their own steps."""
     total = sum(seconds.values())
     mixed = seconds.get("mixed", 0.0)
-    prefill = seconds.get("prefill", 0.0) + mixed
     out: dict[tuple[str, str], float | None] = {
         ("steps", "1/s"): ratio(steps, total),
         ("output tokens", "1/s"): ratio(tokens, total),
-        ("prompt tokens", "1/s"): ratio(prefill_rows - again, prefill),
-        ("recomputed rows", "1/s"): ratio(again, prefill),
+        ("prompt tokens", "1/s"): ratio(prefill_rows, seconds.get("prefill", 0.0) + mixed),
         ("decode tokens", "1/s"): ratio(decode_tokens, seconds.get("decode", 0.0) + mixed),
         ("step", "ms"): milli(ratio(total, steps)),
         ("prefill share", "%"): percent(ratio(seconds.get("prefill", 0.0), total)),
@@ -205,7 +191,7 @@ def speeds(steps, tokens, prefill_rows, again, decode_tokens, seconds, host, dev
 def held_values(stats: Stats, name: str) -> Iterable[float]:
     if name == "ITL":
         return list(stats.gaps)
-    values = (r.seconds()[name] for r in list(stats.request_records) if r.completed)
+    values = (r.seconds()[name] for r in list(stats.request_records))
     return [v for v in values if v is not None]
 
 

@@ -6,7 +6,6 @@ step overwrites what lies past it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,6 @@ from deepinfer.engine.completion import TokenStep
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.scheduling.output import ScheduledRequest
-from deepinfer.engine.step.grammar_mask import accepts
 from deepinfer.engine.step.in_flight import InFlightStep, StepOutput
 from deepinfer.engine.step.non_finite import NONE
 from deepinfer.engine.step.speculation import draft_record, hold, pending_draft, require_rows
@@ -161,11 +159,6 @@ def append(
             f"request {request.id}: {rt.sampler!r} and {rt.verifier!r} emitted token {token}; the ids "
             f"are 0..{vocab - 1}"
         )
-    if math.isnan(logprob):
-        raise ValueError(
-            f"request {request.id}: {rt.sampler!r} gave token {token} the log-probability nan in a row "
-            "that it calls finite"
-        )
     request.output.append(token)
     request.logprobs.append(logprob)
     request.steps.append(place)
@@ -173,7 +166,7 @@ def append(
         values, ids = top
         request.top_logprobs.append(dict(zip(ids[:n], values[:n])))
     told = request.grammar is not None and not at_eos(rt, request)
-    if told and not accepts(request.grammar, token):
+    if told and not request.grammar.accept(token):
         raise ValueError(
             f"request {request.id}: its grammar refuses token {token}, which it had allowed; "
             "di.check the grammar"

@@ -11,14 +11,11 @@ target's own draw.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from deepinfer.slots.results import expect_bool
 
 
 def grammar_masks(
@@ -47,7 +44,7 @@ def walk(state, draft: tuple[int, ...], mask: Tensor) -> None:
     try:
         for j in range(len(draft) + 1):
             restrict(mask[j], state.allowed())
-            if j == len(draft) or not bool(mask[j, draft[j]]) or not accepts(state, draft[j]):
+            if j == len(draft) or not bool(mask[j, draft[j]]) or not state.accept(draft[j]):
                 break  # rows behind an illegal draft are never emitted from
             taken += 1
     finally:
@@ -55,43 +52,11 @@ def walk(state, draft: tuple[int, ...], mask: Tensor) -> None:
             state.rollback(taken)
 
 
-def started(compiled, slot):
-    """The state of a request in its compiled grammar. TypeError, naming the slot, for what is none."""
-    who = f"grammar {slot!r}.compile"
-    if not callable(getattr(compiled, "start", None)):
-        raise TypeError(
-            f"{who} returned {type(compiled).__name__} {compiled!r}: want an object whose start() "
-            "gives a GrammarState (slots/protocols.py)"
-        )
-    state = compiled.start()
-    there = {*dir(state)}  # names alone: reading `done` would ask the grammar
-    missing = [n for n in ("allowed", "accept", "rollback", "done") if n not in there]
-    if missing:
-        raise TypeError(
-            f"{who}(...).start() returned {type(state).__name__}, which has no {', '.join(missing)}: "
-            "want a GrammarState (slots/protocols.py)"
-        )
-    return state
-
-
-def accepts(state, token: int) -> bool:
-    """Tell the grammar a token; whether it takes it. TypeError for an answer that is neither."""
-    return expect_bool(state.accept(token), f"grammar {type(state).__name__}.accept")
-
-
 def restrict(row: Tensor, allowed) -> None:
     """Apply what `allowed()` said to row [v]: None (all), a bool mask [v], or ids."""
     if allowed is None:
         return
-    try:
-        allowed = torch.as_tensor(allowed)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"grammar allowed() returned {type(allowed).__name__} {reprlib.repr(allowed)}: want None, "
-            "a bool mask over the vocabulary, or token ids"
-        ) from None
-    if allowed.numel() and allowed.dtype.is_floating_point:
-        raise TypeError(f"grammar allowed() returned {allowed.dtype}: token ids are integers")
+    allowed = torch.as_tensor(allowed)
     if allowed.dtype == torch.bool:
         if allowed.shape != row.shape:
             raise ValueError(

@@ -22,7 +22,6 @@ from deepinfer.engine.scheduling.resources import AdmissionError
 from deepinfer.engine.scheduling.scheduler import require_runnable
 from deepinfer.engine.stats.records import StepRecord
 from deepinfer.engine.step import commit, launch, overlap, recovery, teacher_forced
-from deepinfer.engine.step.grammar_mask import started
 from deepinfer.engine.step.in_flight import InFlightStep
 from deepinfer.engine.text import token_bytes
 from deepinfer.slots.protocols import Prompt
@@ -77,7 +76,6 @@ class Loop:
         limit = rt.limits.model_len
         if len(ids) >= limit:
             raise too_long(str(len(ids)), limit)
-        rt.warn_of_cut(params.max_tokens)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, limit - len(ids)))
         seed = params.seed
         if seed is None:
@@ -87,7 +85,7 @@ class Loop:
         if params.grammar is not None:
             words = token_bytes(self.tokenizer, vocab)
             request.compiled = rt.slots["grammar"].compile(params.grammar, words)
-            request.grammar = started(request.compiled, rt.slots["grammar"])
+            request.grammar = request.compiled.start()
         prompt = Prompt(len(ids), wants_all_logits=params.prompt_logprobs)
         request.plan = rt.replay_plan(prompt)
         request.prefix.cold = (prompt, request.plan)

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from deepinfer.engine.request import Request
 from deepinfer.engine.runtime import Runtime
 from deepinfer.engine.step import commit
-from deepinfer.engine.step.grammar_mask import accepts
 from deepinfer.engine.step.in_flight import InFlightStep
 
 
@@ -66,7 +65,7 @@ def retell(rt: Runtime, request: Request) -> None:
     if told and commit.at_eos(rt, request):
         told.pop()
     for token in told:
-        if not accepts(state, token):
+        if not state.accept(token):
             raise ValueError(
                 f"request {request.id}: its grammar refuses token {token}, which it had accepted; "
                 "di.check the grammar"

@@ -129,11 +129,7 @@ def ask_budget(rt: Runtime, stale: Sequence[tuple[float, ...]], others: int) -> 
     table = torch.tensor(
         [[*known[:n], *[1.0] * (n - len(known))] for known in stale], dtype=torch.float64
     ).view(b, n)
-    budget = rt.verifier.budget(table, rt.cost)
-    if isinstance(budget, bool) or not hasattr(budget, "__index__"):
-        who = f"verifier {rt.verifier!r}.budget"
-        raise TypeError(f"{who} returned {type(budget).__name__} {budget!r}: want rows, an integer")
-    return max(min(int(budget), rt.limits.rows - others), b)
+    return max(min(rt.verifier.budget(table, rt.cost), rt.limits.rows - others), b)
 
 
 def draft_batch(

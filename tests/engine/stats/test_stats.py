@@ -376,40 +376,6 @@ def test_preemptions_are_recorded(eng):
     assert s.tokens == sum(len(c.token_ids) for c in out)
 
 
-def test_recomputed_rows_are_no_prompt_tokens(eng):
-    """However often prompts run again, each of their tokens is counted once."""
-    other, out = served(eng, num_pages=14, page_size=8, verifier="off", max_model_len=112)
-    s, real = other.stats, sum(len(c.prompt_token_ids) for c in out)
-    assert s.recomputed_rows == s.prefill_rows - real > 0
-    assert s.recomputed_rows == sum(r.recomputed_rows for r in s.step_records)
-    rows = {r["name"]: r for r in s.times(last=s.steps)}
-    assert rows["prompt tokens"]["all"] == pytest.approx(real / s.seconds["prefill"])
-    again = s.recomputed_rows / s.seconds["prefill"]
-    assert rows["recomputed rows"]["all"] == pytest.approx(again)
-    for name in ("prompt tokens", "recomputed rows"):
-        assert rows[name]["last"] == pytest.approx(rows[name]["all"])
-    plain = served(eng, verifier="off")[0].stats
-    assert plain.recomputed_rows == 0 and "recomputed_rows" not in plain.table()["name"]
-
-
-def test_latencies_are_of_requests_that_came_to_their_own_end(eng):
-    other = eng.with_()
-    stay, gone = (other.add([5, 6, 7], max_tokens=6, ignore_eos=True) for _ in range(2))
-    for _ in range(3):
-        other.step()
-    other.abort(gone)
-    while other.unfinished:
-        other.step()
-    table = other.stats.latencies()
-    by = {row["name"]: row for row in table}
-    assert [by[n]["count"] for n in ("queue", "TTFT", "TPOT", "latency")] == [1, 1, 1, 1]
-    (kept,) = [r for r in other.stats.request_records if r.request == stay]
-    for name, seconds in (("TTFT", kept.ttft), ("latency", kept.latency)):
-        assert by[name]["mean"] == by[name]["p50"] == by[name]["max"] == 1e3 * seconds
-    assert "1 request that did not end by stop or length left out" in table.title
-    assert other.stats.by_request()["finish_reason"] == ["abort", "length"]
-
-
 def test_prefix_hits_are_recorded(eng):
     other = eng.with_(prefix_cache=True, page_size=16, num_pages=200)
     prompt = list(range(10, 130))
