@@ -47,9 +47,8 @@ nbval.kernel.RunningKernel.get_message = _get_message_of_the_living
 
 
 def pytest_collectstart(collector):
-    """SVG holds ids and dates; the text twin and HTML stay compared."""
+    """SVG holds ids and dates, and HTML its layout: the text twin of both is compared."""
     if hasattr(collector, "skip_compare"):
-        # Drawings and pages are compared as text; tests/display looks at their HTML.
         collector.skip_compare += ("image/svg+xml", "text/html")
 
 
