@@ -16,6 +16,7 @@ from typing import Any
 from deepinfer.checkpoint.header import CheckpointError
 from deepinfer.config import ModelConfig
 from deepinfer.config.io import read_json
+from deepinfer.config.wording import printable
 
 __all__ = ["check_generation"]
 
@@ -95,6 +96,6 @@ def _name_defaults(file: Path, generation: dict[str, Any]) -> None:
     if named:
         logging.getLogger("deepinfer").warning(
             "%s: defaults that are not applied: %s; give them as SamplingParams",
-            file,
-            ", ".join(named[:20]),
+            printable(str(file)),
+            printable(", ".join(named[:20])),
         )

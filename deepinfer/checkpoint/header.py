@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.config.io import parse_json
+from deepinfer.config.wording import printable, shown
 
 __all__ = ["CheckpointError", "Entry", "read_header"]
 
@@ -19,7 +20,13 @@ _LONGEST = 100_000_000  # bytes of a header; the safetensors format allows no mo
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that can't be used; the message names file and tensor and says what to do."""
+    """A checkpoint that can't be used; the message names file and tensor and says what to do.
+
+    Names come from the files, so control characters are escaped and a long message is cut.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +41,10 @@ class Entry:
     nbytes: int
 
 
-def read_header(path: Path) -> list[Entry]:
+def read_header(path: Path, most: int = _LONGEST) -> list[Entry]:
     """The tensors of a safetensors file, in the order of its header.
 
+    most: bytes of a header that are read; a longer one is refused before it is parsed.
     CheckpointError when the file is missing, cut short, or something else than safetensors.
     """
     try:
@@ -47,6 +55,11 @@ def read_header(path: Path) -> list[Entry]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             readable = len(start) == 8 and 2 <= length <= min(size - 8, _LONGEST)
+            if readable and length > most:
+                raise CheckpointError(
+                    f"{path}: has a header of {length:,} bytes; the tensors that config.json "
+                    f"describes need at most {most:,}: use the config.json that came with it"
+                )
             text = file.read(length) if readable else start + file.read(56)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: shard not found; download it, or fix the index") from None
@@ -94,14 +107,14 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _sizes(shape) and _sizes(offsets) and len(offsets) == 2):
         raise CheckpointError(
-            f"{path}: not a safetensors file (tensor {name} has dtype {dtype!r}, shape {shape!r} "
-            f"and data_offsets {offsets!r}; expected a name, a list of integers >= 0 and two "
+            f"{path}: not a safetensors file (tensor {name} has dtype {shown(dtype)}, "
+            f"shape {shown(shape)} and data_offsets {shown(offsets)}; expected a name, a list of integers >= 0 and two "
             "integers >= 0); download it again"
         )
     shape, (begin, end) = tuple(shape), offsets
     if dtype not in _BITS:
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype!r}, which safetensors does not define; "
+            f"{path}: tensor {name} has dtype {shown(dtype)}, which safetensors does not define; "
             "convert it with the tool that wrote it"
         )
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
@@ -113,8 +126,10 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether it is a list of integers >= 0."""
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    """Whether it is a short list of integers >= 0 that fit 64 bits."""
+    if not isinstance(value, list) or len(value) > 64:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _check_extent(path: Path, entries: list[Entry], ends: list[tuple], payload: int) -> None:

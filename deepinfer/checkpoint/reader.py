@@ -24,6 +24,7 @@ from deepinfer.checkpoint.names import Stored, Weight, scale_name
 from deepinfer.checkpoint.tokenizer import read_tokenizer
 from deepinfer.config import ModelConfig
 from deepinfer.config.io import read_json
+from deepinfer.config.wording import printable
 from deepinfer.kernels.quantised import Quantised
 from deepinfer.model import engram_hash
 
@@ -32,6 +33,7 @@ __all__ = ["Checkpoint", "CheckpointError"]
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("BF16", "F32")  # either is read for a float weight; both widen exactly
 _KINDS = {"fp8": "fp8", "table": "fp8", "fp4": "fp4"}
+_HEADER, _A_TENSOR = 1 << 20, 512  # bytes of a header: what it may hold beside tensors, and of one
 _AT_ONCE = 1 << 22  # parameters of experts widened in one go: small ones are many calls, one by one
 
 
@@ -60,6 +62,8 @@ class Checkpoint:
         self.token_map = token_map
         self.tokenizer = tokenizer
         self.weights = {w.name: w for w in names.weights(config) if not names.is_unread(w.name)}
+        files = {entry.file for entry in (*entries.values(), *unread.values())}
+        self._sizes = {file: file.stat().st_size for file in files}
         self._open_files: dict[Path, Any] = {}
 
     @classmethod
@@ -76,7 +80,8 @@ class Checkpoint:
             engram_hash.check_rows(config)
         except (ValueError, OSError) as error:
             raise CheckpointError(_with_file(error, path / "config.json")) from None
-        found = _entries(path)
+        most = _HEADER + _A_TENSOR * _tensor_count(config)
+        found = _entries(path, most)
         entries = {name: entry for name, entry in found.items() if not names.is_unread(name)}
         _check_against(config, entries, path)
         unread = {name: entry for name, entry in found.items() if name not in entries}
@@ -178,11 +183,28 @@ class Checkpoint:
 
     def _tensor(self, name: str) -> Tensor:
         entry = self.entries[name]
-        if entry.file not in self._open_files:
-            from safetensors import safe_open
+        self._check_size(entry.file)
+        try:
+            if entry.file not in self._open_files:
+                from safetensors import safe_open
 
-            self._open_files[entry.file] = safe_open(str(entry.file), "pt")
-        return self._open_files[entry.file].get_tensor(entry.stored_name)
+                self._open_files[entry.file] = safe_open(str(entry.file), "pt")
+            return self._open_files[entry.file].get_tensor(entry.stored_name)
+        except Exception as error:  # SafetensorError, OSError: the file is another one by now
+            raise self._damaged(name, f"can't be read any more ({error})") from None
+
+    def _check_size(self, file: Path) -> None:
+        """A mapped file that was cut short would end the process when it is read."""
+        expected = self._sizes[file]
+        try:
+            found = f"{size} bytes" if (size := file.stat().st_size) != expected else None
+        except OSError as error:
+            found = f"it can't be read ({error.strerror})"
+        if found is not None:
+            raise CheckpointError(
+                f"{file}: was changed after it was opened: expected {expected} bytes, found "
+                f"{found}; download it again and open the checkpoint anew"
+            )
 
     def __repr__(self) -> str:
         size = sum(self.nbytes.values())
@@ -197,21 +219,29 @@ def _with_file(error: Exception, file: Path) -> str:
     return text if text.startswith(str(file)) else f"{file}: {text}"
 
 
-def _entries(path: Path) -> dict[str, Entry]:
+def _tensor_count(config: ModelConfig) -> int:
+    """At least as many tensors as the config describes, without listing them."""
+    layers, drafts = config.num_layers, config.num_nextn_predict_layers
+    experts = layers * config.n_routed_experts + drafts * config.dspark_n_routed_experts
+    vision = config.vision.num_hidden_layers if config.vision is not None else 0
+    return 6 * experts + 100 * (layers + drafts) + 20 * vision + 100
+
+
+def _entries(path: Path, most: int) -> dict[str, Entry]:
     """Every tensor of the folder by its name, checked against the index where there is one."""
     index = path / INDEX
     if os.path.lexists(index):  # what stands there must be an index: it is never passed over
-        return _indexed(path, index)
+        return _indexed(path, index, most)
     shards = sorted(path.glob("*.safetensors"))
     if len(shards) != 1:
         raise CheckpointError(
             f"{path}: has {len(shards)} *.safetensors files and no {INDEX}; without an index "
             "exactly one file is expected: download the index"
         )
-    return _unique(read_header(shards[0]), {})
+    return _unique(read_header(shards[0], most), {})
 
 
-def _indexed(path: Path, index: Path) -> dict[str, Entry]:
+def _indexed(path: Path, index: Path, most: int) -> dict[str, Entry]:
     try:
         content = read_json(index)
     except (ValueError, OSError) as error:
@@ -228,7 +258,7 @@ def _indexed(path: Path, index: Path) -> dict[str, Entry]:
     shards = sorted(set(weight_map.values()))
     found: dict[str, Entry] = {}
     for shard in shards:
-        for entry in read_header(path / shard):
+        for entry in read_header(path / shard, most):
             listed = weight_map.get(entry.stored_name)
             if listed != shard:
                 place = "does not list it" if listed is None else f"places it in {listed}"
@@ -263,7 +293,7 @@ def _warn_of_leftovers(path: Path, metadata: Any, found: dict[str, Entry]) -> No
     if total is not None and total != held:
         log.warning(
             "%s: metadata.total_size is %s, the shards hold %d bytes of tensors",
-            path / INDEX,
+            printable(str(path / INDEX)),
             reprlib.repr(total),
             held,
         )
@@ -271,7 +301,10 @@ def _warn_of_leftovers(path: Path, metadata: Any, found: dict[str, Entry]) -> No
     stray = sorted(file.name for file in path.glob("*.safetensors") if file.name not in used)
     if stray:
         log.warning(
-            "%s: not read, because %s does not name them: %s", path, INDEX, ", ".join(stray)
+            "%s: not read, because %s does not name them: %s",
+            printable(str(path)),
+            INDEX,
+            printable(", ".join(stray)),
         )
 
 

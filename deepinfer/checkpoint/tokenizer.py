@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.checkpoint.header import CheckpointError
 from deepinfer.config.io import read_json
+from deepinfer.config.wording import printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,7 +66,7 @@ def engine_copy(tokenizer: Any, source: str) -> Tokenizer:
     if stored := [f"{name} {value}" for name, value in found.items() if value]:
         logging.getLogger("deepinfer").warning(
             "%s: the tokenizer has %s, which would change prompts; switched off",
-            source,
+            printable(source),
             " and ".join(stored),
         )
     return mine

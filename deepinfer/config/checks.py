@@ -7,20 +7,27 @@ DeepSeek-V4.1 reference implementation.
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepinfer.config.release import released_config
+from deepinfer.config.wording import shown
+
 __all__ = ["RULES", "check_types", "latest_source"]
+
+TIMES = 64  # a count may be so many times that of the release
+MOST_EXPERTS = 200_000  # the release has 15,744
+MOST_PRIMES = 4_608  # the release has 48; 96 times, found in a fraction of a second
 
 _TOP = {"bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "dtype"}
 _NESTED = {"RopeScaling", "VisionConfig", "QuantizationConfig"}
 _WORDS = {
-    "int": "an integer",
+    "int": "an integer of at most 64 bits",
     "float": "a finite number",
     "bool": "true or false",
     "str": "a string",
-    "tuple[int, ...]": "a list of integers",
+    "tuple[int, ...]": "a list of integers of at most 64 bits",
     "Mapping[str, str]": "a mapping of op names to implementation names",
 }
 
@@ -29,16 +36,17 @@ def _refuse(config: Any, key: str, allowed: str) -> None:
     section = getattr(config, "_section", "")
     top = section == "text_config" and key in _TOP
     name = key if top else f"{section}.{key}"
-    raise ValueError(f"{name}: found {getattr(config, key)!r}; allowed: {allowed}")
+    raise ValueError(f"{name}: found {shown(getattr(config, key))}; allowed: {allowed}")
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return number and -(2**63) <= value < 2**64  # what a tensor or a seed can hold
 
 
 def _is_float(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return number and abs(value) <= sys.float_info.max  # exact for integers; False for NaN
 
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
@@ -115,8 +123,54 @@ def _layer_list(config: Any, key: str, stop: int) -> None:
 
 def check_model(config: Any) -> None:
     """Every rule of ModelConfig, in the order of the config's sections."""
-    for rule in (_sizes, _token_ids, _experts, _ratios, _sources, _candidates, _engram, _drafter):
+    for rule in (
+        _bounds,
+        _sizes,
+        _token_ids,
+        _experts,
+        _ratios,
+        _sources,
+        _candidates,
+        _engram,
+        _drafter,
+    ):
         rule(config)
+
+
+def _bounds(config: Any) -> None:
+    """Every count at most 64 times the release's, so that nothing is enumerated for ever.
+
+    Counts that multiply are bounded together: tensors of experts and primes of n-gram tables.
+    """
+    _at_most(config, released_config()["text_config"], "dspark_noise_token_id")
+    layers, drafts = config.num_hidden_layers, config.num_nextn_predict_layers
+    experts = layers * config.n_routed_experts + drafts * config.dspark_n_routed_experts
+    if experts > MOST_EXPERTS:
+        text = f"at most {MOST_EXPERTS:,} experts in all layers together, not {experts:,}"
+        _refuse(config, "n_routed_experts", text)
+    for key in ("engram_layer_ids", "compress_ratios", "kv_source_layer_ids"):
+        if len(getattr(config, key)) > layers + max(drafts, 0):
+            _refuse(config, key, f"at most one entry for each of {layers + drafts} layers")
+    primes = len(config.engram_layer_ids) * config.engram_n_heads
+    primes *= max(config.engram_max_ngram_size - 1, 1)
+    if primes > MOST_PRIMES:
+        text = f"at most {MOST_PRIMES:,} hash functions in all tables together, not {primes:,}"
+        _refuse(config, "engram_n_heads", text)
+
+
+def _at_most(config: Any, release: Mapping[str, Any], *ids: str) -> None:
+    """No integer above TIMES times the release's, except token ids."""
+    for key, value in release.items():
+        if isinstance(value, bool) or not hasattr(config, key) or key in ids:
+            continue
+        if isinstance(value, int) and not key.endswith("_token_id"):
+            limit = TIMES * max(value, 1)
+            if (getattr(config, key) or 0) > limit:
+                _refuse(config, key, f"at most {limit:,}, {TIMES} times the release's {value:,}")
+    rows = getattr(config, "engram_num_embeddings", ())
+    if rows and max(rows) > TIMES * max(release["engram_num_embeddings"]):
+        limit = TIMES * max(release["engram_num_embeddings"])
+        _refuse(config, "engram_num_embeddings", f"at most {limit:,} rows a table")
 
 
 def _sizes(config: Any) -> None:
@@ -257,12 +311,14 @@ def _drafter(config: Any) -> None:
 
 
 def _check_scaling(config: Any) -> None:
+    _at_most(config, released_config()["text_config"]["rope_scaling"])
     _exactly(config, rope_type="yarn")
     _at_least(config, 1, "original_max_position_embeddings", "factor")
     _positive(config, "beta_fast", "beta_slow")
 
 
 def _check_vision(config: Any) -> None:
+    _at_most(config, released_config()["vision_config"])
     _at_least(config, 0, "num_hidden_layers")
     _at_least(config, 1, "hidden_size", "num_attention_heads", "intermediate_size", "patch_size")
     _at_least(config, 1, "downsample_ratio", "max_image_tokens", "min_pixels")

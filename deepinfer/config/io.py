@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.config.model import ModelConfig, QuantizationConfig, RopeScaling, VisionConfig
+from deepinfer.config.wording import shown
 
 __all__ = ["model_from_dict", "model_to_dict", "parse_json", "read_json"]
 
@@ -82,7 +83,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         key = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"repeats the key {key!r}, so its value is unclear; keep one of them")
+        raise ValueError(f"repeats the key {shown(key)}, so its value is unclear; keep one of them")
     return unique
 
 
@@ -129,17 +130,16 @@ def _section(source: Mapping, key: str) -> Mapping | None:
 
 
 def _check_identity(source: Mapping, text: Mapping, vision: Mapping | None) -> None:
-    if list(source.get("architectures", ())) != ARCHITECTURES:
-        raise ValueError(
-            f"architectures: found {source.get('architectures')!r}; allowed: {ARCHITECTURES}"
-        )
+    if source.get("architectures") not in (ARCHITECTURES, tuple(ARCHITECTURES)):
+        found = shown(source.get("architectures"))
+        raise ValueError(f"architectures: found {found}; allowed: {ARCHITECTURES}")
     for section, where in (("", source), ("text_config", text), ("vision_config", vision)):
         expected = MODEL_TYPES[section]
         found = expected if where is None else where.get("model_type", expected)
         if found != expected or (section == "" and "model_type" not in source):
             found = source.get("model_type") if section == "" else found
             name = f"{section}.model_type" if section else "model_type"
-            raise ValueError(f"{name}: found {found!r}; allowed: {expected!r}")
+            raise ValueError(f"{name}: found {shown(found)}; allowed: {expected!r}")
 
 
 def _top_values(source: Mapping, text: Mapping) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def _top_values(source: Mapping, text: Mapping) -> dict[str, Any]:
     _refuse_unknown(source, known, "")
     if source.get("tie_word_embeddings", False) is not False:
         found = source["tie_word_embeddings"]
-        raise ValueError(f"tie_word_embeddings: found {found!r}; allowed: false")
+        raise ValueError(f"tie_word_embeddings: found {shown(found)}; allowed: false")
     missing = [key for key in _TOP_FIELDS if key not in source]
     if missing:
         raise ValueError(f"{missing[0]} is missing from the top level of the config")
     for key in _REPEATED & text.keys():
         if text[key] != source[key]:
             raise ValueError(
-                f"text_config.{key}: found {text[key]!r}; allowed: {source[key]!r}, "
+                f"text_config.{key}: found {shown(text[key])}; allowed: {shown(source[key])}, "
                 f"the value of {key} at the top level"
             )
     return {key: source[key] for key in _TOP_FIELDS}
@@ -178,7 +178,7 @@ def _text_values(text: Mapping) -> dict[str, Any]:
         kind = scaling.pop("type", scaling.get("rope_type"))  # older spelling of rope_type
         if scaling.setdefault("rope_type", kind) != kind:
             raise ValueError(
-                f"text_config.rope_scaling.type: found {kind!r}; allowed: "
+                f"text_config.rope_scaling.type: found {shown(kind)}; allowed: "
                 f"{scaling['rope_type']!r}, the value of rope_type"
             )
         values["rope_scaling"] = _nested(RopeScaling, scaling, "text_config.rope_scaling")
@@ -206,7 +206,7 @@ def _refuse_unknown(source: Mapping, known: set[str], section: str) -> None:
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         name = f"{section}.{key}" if section else key
         raise ValueError(
-            f"{name}: unknown key with value {source[key]!r}{hint}; every key may change what the "
+            f"{name}: unknown key with value {shown(source[key])}{hint}; every key may change what the "
             "model computes, so an unknown one is not ignored: remove it if it changes nothing"
         )
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from deepinfer.config import checks
 from deepinfer.config.base import Config
 from deepinfer.config.release import released_config
+from deepinfer.config.wording import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ class ModelConfig(Config):
         try:
             return cls.from_dict(read_json(path))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(printable(f"{path}: {error}")) from None
 
     @classmethod
     def v41_flash(cls) -> ModelConfig:

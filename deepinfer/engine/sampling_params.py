@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import numbers
+import reprlib
 import time
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypedDict
@@ -100,7 +101,10 @@ class SamplingParams:
         x = getattr(self, name)
         if isinstance(x, bool) or not isinstance(x, numbers.Real):
             self._refuse(name, want)
-        x = float(x)
+        try:
+            x = float(x)
+        except OverflowError:  # an integer or a fraction above every float
+            self._refuse(name, want)
         above = x > low if open_bottom else x >= low
         below = x < high if open_top else x <= high
         if not (above and below):  # NaN fails both
@@ -203,8 +207,13 @@ def require_timeout(timeout: float) -> float:
     """Seconds from now. ValueError for what is no time."""
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: want None or seconds >= 0")
-    return float(timeout)
+        raise ValueError(f"timeout={reprlib.repr(timeout)}: want None or seconds >= 0")
+    try:
+        return float(timeout)
+    except OverflowError:
+        raise ValueError(
+            "timeout is an integer above every float: want None or seconds >= 0"
+        ) from None
 
 
 def deadline_of(timeout: float | None) -> float | None:

@@ -31,6 +31,7 @@ __all__ = [
 
 _LONE_SPACE = "\ue000"  # private-use character: keeps a lone space from being stripped
 _REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not text by themselves
+_BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 _SEED = 10007  # of the released multiplier generator, times the layer id
 
 
@@ -108,13 +109,23 @@ def _next_prime(number: int) -> int:
 
 
 def _is_prime(number: int) -> bool:
-    if number < 4 or number % 2 == 0:
-        return number in (2, 3)
-    divisor = 3
-    while divisor * divisor <= number:
-        if number % divisor == 0:
+    """The test of Miller and Rabin, which is exact with these bases for numbers below 3e24."""
+    if number < 41 * 41:
+        return number > 1 and all(number % p for p in range(2, int(number**0.5) + 1))
+    if any(number % p == 0 for p in _BASES):
+        return False
+    twos = (number - 1 & 1 - number).bit_length() - 1
+    odd = number - 1 >> twos
+    for base in _BASES:
+        power = pow(base, odd, number)
+        if power in (1, number - 1):
+            continue
+        for _ in range(twos - 1):
+            power = power * power % number
+            if power == number - 1:
+                break
+        else:
             return False
-        divisor += 2
     return True
 
 
